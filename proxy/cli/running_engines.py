@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 PAGE_S = 5.0
 MAX_ANSWER_BYTES = 1 << 20
 _AT_ONCE = 16
-# Of each role, where a start waits for them, and how long it does.
-_MOST_ASKED, _ASK_S = 16, 2.0
+# vLLM looks at its machine for /server_info, and keeps what it found.
+_CONFIG_S = 20.0
+# Of each role, where a start waits for them: how long for one page, and for all.
+_MOST_ASKED, _ASK_S, _ALL_S = 16, 1.0, 4.0
 # vLLM refuses more choices than it has slots, before it computes anything, from this version on.
 _TELLS_SLOTS, _CHOICES = (0, 32), 16_384
 _SLOTS = re.compile(r"max_num_seqs \(([0-9]{1,9})\)")
@@ -242,7 +244,11 @@ class _ServerInfo(msgspec.Struct):
 
 
 async def look_at_all(
-    pages: PageClient, urls: Iterable[EngineUrl], bootstraps: Mapping[EngineUrl, EngineUrl]
+    pages: PageClient,
+    urls: Iterable[EngineUrl],
+    bootstraps: Mapping[EngineUrl, EngineUrl],
+    *,
+    config_s: float = _CONFIG_S,
 ) -> list[EngineLook]:
     """Look at engines, some at a time.
 
@@ -250,6 +256,7 @@ async def look_at_all(
         pages: Asks them.
         urls: Their addresses.
         bootstraps: Their bootstrap servers, of those that have them not at the usual port.
+        config_s: How long each may take to show its configuration.
     """
     turns = asyncio.Semaphore(_AT_ONCE)
 
@@ -259,7 +266,7 @@ async def look_at_all(
             if seen.fault or not seen.signs.engines:
                 return EngineLook(url, replace(seen, fault=await _stranger(pages, url, seen.fault)))
             one = EngineLook(url, seen, connector="nixl" if seen.signs.nixl else "")
-            await _ask_config(pages, one)
+            await _ask_config(pages, one, config_s)
             if one.slots is None:
                 await _ask_slots(pages, one)
             if one.connector in ("", "mooncake"):
@@ -302,13 +309,16 @@ def fault_of(fault: str) -> tuple[str, str]:
     return fault, next(cures, _NO_ENGINE)
 
 
-async def _ask_config(pages: PageClient, look: EngineLook) -> None:
+async def _ask_config(pages: PageClient, look: EngineLook, limit_s: float) -> None:
     """Take in what an engine in vLLM's developer mode shows of its configuration."""
     try:
-        page = await pages.page(
-            f"{look.name}/server_info?config_format=json", max_bytes=MAX_ANSWER_BYTES
+        answer = await pages.ask(
+            "GET",
+            f"{look.name}/server_info?config_format=json",
+            timeout_s=limit_s,
+            max_bytes=MAX_ANSWER_BYTES,
         )
-        told = msgspec.json.decode(page, type=_ServerInfo)
+        told = msgspec.json.decode(answer.body, type=_ServerInfo)
     except (UnansweredError, ValueError, RecursionError):
         return
     scheduler, transfer = told.vllm_config.scheduler_config, told.vllm_config.kv_transfer_config
@@ -418,8 +428,8 @@ async def told_settings(config: "ProxyConfig") -> dict[str, object]:
     prefillers = [one.url for one in config.prefillers[:_MOST_ASKED]]
     decoders = [one.url for one in config.decoders[:_MOST_ASKED]]
     try:
-        async with asyncio.timeout(_ASK_S), client_of(config, timeout_s=_ASK_S) as pages:
-            looks = await look_at_all(pages, [*prefillers, *decoders], {})
+        async with asyncio.timeout(_ALL_S), client_of(config, timeout_s=_ASK_S) as pages:
+            looks = await look_at_all(pages, [*prefillers, *decoders], {}, config_s=_ASK_S)
     except TimeoutError:
         return {}
     found: dict[str, object] = {}

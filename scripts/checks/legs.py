@@ -1,5 +1,9 @@
 """What must hold of prefill and decode legs: answers, token ids, pauses, step traces."""
 
+import json
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -508,6 +512,20 @@ class TraceChecks(Checks):
     """
 
     output_part = 1
+
+    def check_doctor_sees_each_pair_pull_and_finds_the_command(self) -> str:
+        words = [sys.executable, "-m", "balanceroute", "doctor", "--json"]
+        words += ["--prefill", *(engine.url for engine in self._fleet.prefillers)]
+        words += ["--decode", *(engine.url for engine in self._fleet.decoders)]
+        if "--bootstrap" in self._fleet.flags:
+            place = self._fleet.flags.index("--bootstrap")
+            words += self._fleet.flags[place : place + 2]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300.0, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        told = json.loads(done.stdout)
+        pairs = len(self._fleet.prefillers) * len(self._fleet.decoders)
+        assert [pair["pulled"] for pair in told["pairs"]] == [True] * pairs, told["pairs"]
+        return shlex.join(told["serve"])
 
     def __init__(self, fleet: Fleet) -> None:
         super().__init__(fleet)
