@@ -158,7 +158,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_600, 34),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (34_800, 113),
+    "proxy/live": (34_850, 113),
     "proxy/lab": (15_550, 55),
     "proxy/cli": (5_900, 25),
     "predictors": (3_750, 11),
