@@ -184,16 +184,12 @@ class KubernetesLease:
         told = _spec(written)
         if told.get("holderIdentity") != self.name or told.get("renewTime") != time:
             raise LeaderError("the answer to a write is another Lease than the one written")
+        _version(written)  # The next write names it.
         self._own = written
-        _version(written)
         return self.name
 
     async def _send(
-        self,
-        method: bytes,
-        lease: Mapping[str, Any],
-        spec: Mapping[str, Any],
-        write: str,
+        self, method: bytes, lease: Mapping[str, Any], spec: Mapping[str, Any], write: str
     ) -> Mapping[str, Any]:
         path = self._folder
         metadata: dict[str, Any] = {"name": self._lease, "namespace": self._space}
