@@ -384,9 +384,10 @@ class Proxy:
             store.hand_over()
         if self.leadership is not None:
             self.leadership.resign()
-        if self.admin is not None:
-            self.admin.stop_accepting()
-        self.server.hand_over(idle_s=_IDLE_S)
+        # An order that was sent to this process is told to be given again, not cut off.
+        for listener in (self.admin, self.server):
+            if listener is not None:
+                listener.hand_over(idle_s=_IDLE_S)
         with suppress(TimeoutError):
             async with asyncio.timeout_at(self._ends_s):
                 # Not at once: who has just connected is not counted yet.
