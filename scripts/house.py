@@ -158,7 +158,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_600, 34),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (34_850, 113),
+    "proxy/live": (35_050, 113),
     "proxy/lab": (15_550, 55),
     "proxy/cli": (5_900, 25),
     "predictors": (3_750, 11),
@@ -168,7 +168,7 @@ BUDGET = {
     "scripts": (15_300, 42),
     "tests/support": (12_500, 43),
     # All of it.
-    "tests": (110_700, 402),
+    "tests": (111_100, 403),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

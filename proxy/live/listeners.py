@@ -13,18 +13,18 @@ from balanceroute.proxy.live.control.admin import (
     CONNECTIONS,
     MAX_BODY_BYTES,
     Admin,
-    Control,
 )
-from balanceroute.proxy.live.control.pages import GroupOrdering
-from balanceroute.proxy.live.control.roster import EngineOrders
 from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway
-from balanceroute.proxy.live.frontend.request_head import Clients
+from balanceroute.proxy.live.frontend.refusals import Limited
+from balanceroute.proxy.live.frontend.request_head import UNAUTHORISED, Clients
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
+from balanceroute.proxy.live.openai.routes import CONTROL
 from balanceroute.proxy.live.security import Credentials, ServerTls, Tenant, server_context
 from balanceroute.proxy.live.telemetry.record import Tracer
 from balanceroute.proxy.wire.http1.server import Make, Server
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection
+from balanceroute.proxy.wire.messages import HttpRequest, Rejection, Reply
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.service import Common
-    from balanceroute.proxy.wire.messages import Headers, Rejection
+    from balanceroute.proxy.wire.messages import Headers
 
 
 # Of the admin listener: who gives orders is near.
@@ -45,7 +45,7 @@ _ALTERNATIVE_S = 86_400
 
 
 class PublicListener:
-    """Where clients come in."""
+    """Where clients come in; `orders` takes those of administrators, None if they do not come in here."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class PublicListener:
         *,
         metrics: "RequestMetrics",
         page_of_metrics: Callable[[], bytes],
+        orders: Admin | None,
     ) -> None:
         self._config = config
         listening, tracing = config.listening, config.tracing
@@ -79,13 +80,16 @@ class PublicListener:
             assert listening.tls_key is not None
             self.http3 = Http3Listener(config.http3, listening.tls_cert, listening.tls_key)
             commons.append(self._alternative)
+        served: Gateway | ControlRoutes | Cors = gateway
+        if orders is not None:
+            served = ControlRoutes(orders, gateway, groups.context.unique)
         origins = listening.cors_origin
-        cors = Cors(origins, gateway, gateway.admit) if origins else None
+        cors = Cors(origins, served, served.admit) if origins else None
         self.server = Server(
-            cors or gateway,
+            served if cors is None else cors,
             limits=config.limits,
             refuse=gateway.refusals.render,
-            admit=gateway.admit if cors is None else cors.admit,
+            admit=served.admit if cors is None else cors.admit,
             common=_joined([*commons, *([] if cors is None else [cors.fields])]),
             make=_connections(config),
         )
@@ -148,27 +152,69 @@ class PublicListener:
         self.gateway.use_keys(clients_of(self._config, credentials), credentials.engine_key)
 
 
-class AdminListener:
-    """Where administrators come in."""
+class ControlRoutes:
+    """The application behind the public listener where that serves orders, too: `CONTROL`, to administrators.
 
-    def __init__(
-        self,
-        config: "ProxyConfig",
-        control: Control,
-        engines: EngineOrders,
-        page_of_metrics: Callable[[], bytes],
-        groups: GroupOrdering | None = None,
-    ) -> None:
-        self._listening = listening = config.listening
-        self.pages = Admin(
-            control,
-            engines,
-            groups=groups,
-            page_of_metrics=page_of_metrics,
-            config=config.redacted(),
-            token=config.credentials.admin_token,
-            names={listening.admin_host, *listening.admin_name},
-        )
+    What `Admin` answers is the same as on the admin listener, its limits as well.
+    """
+
+    def __init__(self, pages: Admin, gateway: Gateway, unique: Callable[[], str]) -> None:
+        self._pages, self._gateway, self._unique = pages, gateway, unique
+
+    def admit(self, head: "RequestHead", peer: str) -> "Rejection | None":
+        """Return why a request is not served, as far as its head tells."""
+        if _control_path(head.path) is None:
+            return self._gateway.admit(head, peer)
+        if not self._pages.knows(head.headers):
+            return _FORBIDDEN if self._gateway.is_client(head.headers) else UNAUTHORISED
+        if (head.content_length or 0) > MAX_BODY_BYTES:
+            return _TOO_LARGE
+        return None
+
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
+        path = _control_path(request.path)
+        if path is None:
+            self._gateway(request, reply)
+            return
+        refused = None
+        if len(request.body) > MAX_BODY_BYTES:  # Its head did not tell.
+            refused = _TOO_LARGE
+        elif request.method not in _READING and self._pages.going_on >= CONNECTIONS:
+            refused = _TOO_MANY  # On the admin listener each has a connection.
+        if refused is not None:
+            headers, body = self._gateway.refusals.render(refused, request, request.peer)
+            reply.send(refused.status, headers, body)
+            return
+        request.path = path
+        reply.more_headers.append((b"x-request-id", self._unique().encode()))
+        self._pages(request, reply)
+
+
+_CONTROL_PATHS = frozenset(one.path.encode() for one in CONTROL if "{id}" not in one.path)
+_CONTROL_NAMED = tuple(
+    one.path.partition("{id}")[0].encode() for one in CONTROL if "{id}" in one.path
+)
+_READING = (b"GET", b"HEAD")
+_FORBIDDEN = Rejection(
+    403, "Forbidden: the key is a client's; this needs the administrators' token"
+)
+_TOO_LARGE = Limited(413, f"an order may have {MAX_BODY_BYTES} bytes")
+_TOO_MANY = Limited(429, f"too many orders go on: {CONNECTIONS} at a time")
+
+
+def _control_path(path: bytes) -> bytes | None:
+    """Return the path of an order as its route has it; None for what is none."""
+    if path in _CONTROL_PATHS:
+        return path
+    bare = path.removesuffix(b"/")
+    return bare if bare in _CONTROL_PATHS or bare.startswith(_CONTROL_NAMED) else None
+
+
+class AdminListener:
+    """Where administrators come in, to `pages`."""
+
+    def __init__(self, config: "ProxyConfig", pages: Admin) -> None:
+        self._listening = config.listening
         # Few and its own: it answers when the public listener is full. Nobody holds them without a request
         # that is at work: what else is there makes room, and what holds a place for long is bounded.
         limits = replace(
@@ -179,7 +225,7 @@ class AdminListener:
             unread_gives_way=True,
             header_timeout_s=min(config.limits.header_timeout_s, _HEADER_TIMEOUT_S),
         )
-        self.server = Server(self.pages, limits=limits, refuse=_refuse)
+        self.server = Server(pages, limits=limits, refuse=_refuse)
 
     async def start(self, sockets: Sequence[socket.socket] = ()) -> None:
         """Listen; see `PublicListener.start`."""

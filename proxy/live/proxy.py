@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import make_connector
+from balanceroute.proxy.live.control.admin import Admin
 from balanceroute.proxy.live.control.order_store import GroupsInForce, keep_trying
 from balanceroute.proxy.live.control.orders import ConflictError
 from balanceroute.proxy.live.control.pausing import Pausing
@@ -43,7 +44,6 @@ from balanceroute.proxy.live.telemetry.process_log import redact_too, set_log_le
 from balanceroute.proxy.live.telemetry.record import RecentRequests
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.control.admin import Admin
     from balanceroute.proxy.live.frontend.gateway import Gateway
     from balanceroute.proxy.live.leader.leadership import Leadership
     from balanceroute.proxy.live.scaling import ScalingSignals
@@ -210,7 +210,7 @@ class Proxy:
         self._ends_s = math.inf
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.admin: Server | None = None
-        # The application behind the admin listener; None without that.
+        # Takes the orders of administrators; None if they come in nowhere.
         self.pages: Admin | None = None
         self.page_of_metrics = MetricsPage(self.metrics.render, asyncio.get_running_loop().time)
 
@@ -599,10 +599,13 @@ class Proxy:
     async def _listen(self) -> None:
         config = self.config
         self._groups = Groups(_group(*one) for one in self.deployments.items())
+        if config.listening.takes_orders:
+            self.pages = self._make_pages()
         public = self._public = PublicListener(
             *(config, self._groups, self._environment),
             metrics=self.metrics.requests,
             page_of_metrics=self.page_of_metrics,
+            orders=self.pages if config.listening.control_on_api_port else None,
         )
         self.gateway, self.server = public.gateway, public.server
         self.gateway.page_of_unit = self._page_of_unit()
@@ -613,8 +616,10 @@ class Proxy:
         for deployment in self.deployments.values():
             self._connect_back(deployment)
         self._use_tenants(config.credentials)
-        if config.listening.admin:
-            await self._listen_for_administrators()
+        if config.listening.admin and self.pages is not None:
+            admin = AdminListener(config, self.pages)
+            self.admin = admin.server
+            await admin.start(self._environment.admin_sockets)
 
     def _scaling_signals(self) -> "ScalingSignals | None":
         """Return what autoscalers are told; None, and nothing of it is imported, where they are told nothing."""
@@ -645,12 +650,17 @@ class Proxy:
         )
         return MetricsPage(unit.render, asyncio.get_running_loop().time, KEPT_S)
 
-    async def _listen_for_administrators(self) -> None:
-        orders = EngineOrders(lambda: {name: one.roster for name, one in self.deployments.items()})
-        groups = self._group_orders()
-        admin = AdminListener(self.config, self, orders, self.page_of_metrics, groups)
-        self.pages, self.admin = admin.pages, admin.server
-        await admin.start(self._environment.admin_sockets)
+    def _make_pages(self) -> Admin:
+        config = self.config
+        return Admin(
+            self,
+            EngineOrders(lambda: {name: one.roster for name, one in self.deployments.items()}),
+            groups=self._group_orders(),
+            page_of_metrics=self.page_of_metrics,
+            config=config.redacted(),
+            token=config.credentials.admin_token,
+            names={config.listening.admin_host, *config.listening.admin_name},
+        )
 
 
 def _group(name: str, deployment: "Deployment") -> Group:

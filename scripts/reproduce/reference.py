@@ -21,7 +21,7 @@ from balanceroute.proxy.core.setting import Setting, settings_of
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.leader.leadership import LeaderMetrics, Standing
-from balanceroute.proxy.live.openai.routes import ROUTES, Handling, Media, Route
+from balanceroute.proxy.live.openai.routes import CONTROL, ROUTES, Handling, Media, Route
 from balanceroute.proxy.live.request.failures import RULES
 from balanceroute.proxy.live.scaling import OfLoads
 from balanceroute.proxy.live.settings.declared import HEADINGS
@@ -228,7 +228,7 @@ is, one slash behind a path makes no difference, and everything else is 404. [se
 def routes_page() -> Iterator[str]:
     """Tell of all routes; those in a row that are served alike are one row."""
     yield table_head("route", "served by")
-    for words, alike in groupby(ROUTES, _served_by):
+    for words, alike in groupby((*ROUTES, *CONTROL), _served_by):
         yield table_row(", ".join(chain.from_iterable(map(_methods, alike))), words)
 
 

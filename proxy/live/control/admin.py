@@ -20,8 +20,9 @@
     POST /admin/log-level         {"level"}
     POST /admin/reload            {}: read keys, certificates and tenants again
     /pause, /resume, /is_paused, /abort_requests    around an update of the weights: `pages.py`;
-    /sleep, /wake_up, /is_sleeping                  likewise
+    /sleep, /wake_up, /is_sleeping, /update_weights ..  likewise
     /workers, /workers/ID         engines, as training frameworks list, add and remove them: `Workers`
+    /list_workers, /add_worker, /remove_worker      likewise
 
 A proxy with several groups of engines is told by "group" which one an order is about. Paths are exact. Bodies are JSON, whatever their Content-Type says. Without a token no web page can
 give orders to a listener on loopback: see `check_host`. Every order is logged with the address it
@@ -63,6 +64,7 @@ from balanceroute.proxy.live.control.pages import (
     PausePages,
     answering,
     as_json,
+    asked_of,
     begin,
     send_json,
 )
@@ -73,7 +75,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Status
 from balanceroute.proxy.live.security import Secret, check_host
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
-from balanceroute.proxy.wire.messages import HttpRequest, Reply, bracketed
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, Reply, bracketed
 
 # Engines as training frameworks list, add and remove them at a router: `/workers` of the admin
 # listener.
@@ -82,14 +84,18 @@ from balanceroute.proxy.wire.messages import HttpRequest, Reply, bracketed
 #     POST   /workers       add one: {"url", "worker_type": "prefill" or "decode", "ranks"?, "bootstrap_port"?}
 #     GET    /workers/ID    one
 #     DELETE /workers/ID    nothing new goes there; it is forgotten when nothing is in flight there any more
+#     GET    /list_workers  {"urls": [..]}
+#     POST   /add_worker    ?url=, and the other members likewise
+#     POST   /remove_worker ?url=: as DELETE, in every role that it has
 #
-# The paths and members are those of sgl-model-gateway, and 202 is its answer to an order. A name
-# is made of an engine's role and address, so that it stays over restarts.
+# The paths and members are those of sgl-model-gateway, and 202 is its answer to an order; the last three
+# are those of vllm-router, which answers 200. A name is made of an engine's role and address, so that it
+# stays over restarts.
 
 PATH = b"/workers"
 # What this router finds out by itself, or does not need, may be told.
 MORE_OF_A_WORKER = frozenset(
-    {"ranks", "bootstrap_port", "cost", "labels", "model_id", "priority", "runtime"}
+    {"ranks", "bootstrap_port", "cost", "group", "labels", "model_id", "priority", "runtime"}
 )
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 _ID_DIGITS = 16
@@ -146,8 +152,29 @@ class Workers:
             raise ConfigError("ranks must be a positive integer")
         address = EngineUrl.parse(url)
         bootstrap = _bootstrap(address, order.get("bootstrap_port"))
-        await self._engines.add(role, url, ranks=ranks, bootstrap=bootstrap)
+        group = order.get("group")
+        if not (group is None or isinstance(group, str)):
+            raise ConfigError("group must be a text")
+        await self._engines.add(role, url, ranks=ranks, bootstrap=bootstrap, group=group)
         return _accepted(role.value, address.base)
+
+    def urls(self) -> dict[str, object]:
+        return {"urls": list(dict.fromkeys(row["url"] for row in self._rows.after(None)))}
+
+    def remove_url(self, url: str) -> dict[str, object]:
+        """Have the engine of an address removed, in every role that it has; see `remove`.
+
+        Raises:
+            ConfigError: It is no address.
+            UnknownInstanceError: There is none.
+        """
+        base = EngineUrl.parse(url).base
+        rows = [row for row in self._rows.after(None) if row["url"] == base]
+        if not rows:
+            raise UnknownInstanceError(f"there is no worker {base}")
+        for row in rows:
+            self._remove(row)
+        return _accepted(str(rows[0]["role"]), base)
 
     def remove(self, path: bytes) -> dict[str, object]:
         """Have the engine of a path removed as soon as nothing is in flight on it; return the answer.
@@ -156,9 +183,12 @@ class Workers:
             UnknownInstanceError: There is none.
         """
         row = self._row(path)
+        self._remove(row)
+        return _accepted(str(row["role"]), row["url"])
+
+    def _remove(self, row: Mapping[str, object]) -> None:
         role, url = Role(row["role"]), str(row["url"])
         self._engines.having(role, url).remove_when_idle(role, url)
-        return _accepted(role.value, url)
 
     def _row(self, path: bytes) -> dict[str, object]:
         worker_id = path[len(PATH) + 1 :].decode("latin-1")
@@ -180,7 +210,7 @@ def _id(role: object, url: object) -> str:
     return sha256(f"{role} {url}".encode()).hexdigest()[:_ID_DIGITS]
 
 
-def _accepted(role: str, url: str) -> dict[str, object]:
+def _accepted(role: str, url: object) -> dict[str, object]:
     name = _id(role, url)
     return {"status": "accepted", "worker_id": name, "url": url, "location": f"/workers/{name}"}
 
@@ -200,8 +230,8 @@ CONNECTIONS = 32
 """Of the admin listener at a time."""
 KEPT = 4
 """Of them, for what is answered at once: probes, metrics and most orders."""
-MAX_BODY_BYTES = 65_536
-"""Of an order; the listener refuses a larger one."""
+MAX_BODY_BYTES = 1 << 20
+"""Of an order; the listener refuses a larger one. An update of the weights names each of them."""
 MAX_ADDITIONS = 16
 """Additions that may go on at a time: each asks the new instance for its ranks."""
 MAX_WAITS = CONNECTIONS - KEPT
@@ -300,11 +330,16 @@ class Admin:
             b"/admin/log-level": {b"POST": self._set_log_level},
             b"/admin/reload": {b"POST": self._reload},
             PATH: {b"GET": self._list_workers, b"POST": self._add_worker},
+            b"/list_workers": {b"GET": self._list_urls},
+            b"/add_worker": {b"POST": self._add_by_query},
+            b"/remove_worker": {b"POST": self._remove_by_query},
         }
         self._routes |= PausePages(control.pausing, self._pauses, self._check_places).routes
         if groups is not None:
             self._routes |= GroupPages(groups, self._additions).routes
         self._of_worker = {b"GET": self._worker, b"DELETE": self._remove_worker}
+        # Those that take a query.
+        self._asking = (self._state, self._requests, self._add_by_query, self._remove_by_query)
 
     def __call__(self, request: HttpRequest, reply: Reply) -> None:
         """Answer a request, now or when what it asks for is done."""
@@ -320,7 +355,7 @@ class Admin:
                 raise OrderRefusal(
                     405, f"the page knows {allowed.decode()}", headers=[(b"allow", allowed)]
                 )
-            asks = request.path in PAUSE_PATHS or handler in (self._state, self._requests)
+            asks = request.path in PAUSE_PATHS or handler in self._asking
             if request.query and not asks:
                 raise OrderRefusal(400, "the page takes no query")
             # What is aborted are requests of this process.
@@ -341,10 +376,20 @@ class Admin:
         for task in (*self._additions, *self._waits, *self._pauses):
             task.cancel()
 
+    @property
+    def going_on(self) -> int:
+        """How many orders are being carried out, or waited for."""
+        return len(self._additions) + len(self._waits) + len(self._pauses)
+
+    def knows(self, headers: Headers) -> bool:
+        """Return whether these are the headers of an administrator, where there is a token."""
+        given = [value for name, value in headers if name == b"authorization"]
+        scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
+        return self.token is not None and scheme.lower() == b"bearer" and self.token.matches(token)
+
     def _check_places(self) -> None:
         """Raise Refusal if one more may not hold a connection."""
-        going_on = len(self._additions) + len(self._waits) + len(self._pauses)
-        if going_on + self._live_view.viewers >= MAX_WAITS:
+        if self.going_on + self._live_view.viewers >= MAX_WAITS:
             raise OrderRefusal(429, f"too many orders and views go on: {MAX_WAITS} at a time")
 
     def _authorise(self, request: HttpRequest) -> None:
@@ -356,9 +401,7 @@ class Admin:
                 _log.warning("admin: refused what a web page may have sent", extra=_where(request))
                 raise OrderRefusal(foreign.status, foreign.message)
             return
-        given = [value for name, value in request.headers if name == b"authorization"]
-        scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not self.token.matches(token):
+        if not self.knows(request.headers):
             _log.warning("admin: refused a request without the token", extra=_where(request))
             raise OrderRefusal(
                 401, "the token is missing or wrong", headers=[(b"www-authenticate", b"Bearer")]
@@ -491,13 +534,18 @@ class Admin:
 
     def _add_worker(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"url", "worker_type"}, optional=MORE_OF_A_WORKER)
+        self._begin_adding(request, reply, order, 202)
+
+    def _begin_adding(
+        self, request: HttpRequest, reply: Reply, order: dict[str, object], status: int
+    ) -> None:
         if len(self._additions) >= MAX_ADDITIONS:
             raise OrderRefusal(429, "too many instances are being added")
         self._check_places()
 
         async def add() -> None:
             with answering(reply):
-                send_json(reply, 202, await self._workers.add(order))
+                send_json(reply, status, await self._workers.add(order))
                 _log.info("admin: added a worker", extra=_where(request, order))
 
         begin(self._additions, add())
@@ -506,6 +554,25 @@ class Admin:
         answer = self._workers.remove(request.path)
         _log.info("admin: removes a worker", extra=_where(request, answer))
         send_json(reply, 202, answer)
+
+    def _list_urls(self, _request: HttpRequest, reply: Reply) -> None:
+        send_json(reply, 200, self._workers.urls())
+
+    def _add_by_query(self, request: HttpRequest, reply: Reply) -> None:
+        order: dict[str, object] = {**asked_of(request, "url", "worker_type", *MORE_OF_A_WORKER)}
+        for name in ("ranks", "bootstrap_port"):
+            said = str(order.get(name, ""))
+            if said.isascii() and said.isdigit():
+                order[name] = int(said[:9])
+        self._begin_adding(request, reply, order, 200)
+
+    def _remove_by_query(self, request: HttpRequest, reply: Reply) -> None:
+        url = asked_of(request, "url").get("url")
+        if url is None:
+            raise OrderRefusal(400, "url is missing", param="url")
+        answer = self._workers.remove_url(url)
+        _log.info("admin: removes a worker", extra=_where(request, answer))
+        send_json(reply, 200, answer)
 
     def _set_policy(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"policy"}, optional={"group"})

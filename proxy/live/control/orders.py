@@ -36,12 +36,16 @@ class OrderRefusal(Exception):  # noqa: N818
 
 
 def read_order(
-    request: "HttpRequest", *, required: set[str], optional: frozenset[str] | set[str] = frozenset()
+    request: "HttpRequest",
+    *,
+    required: set[str],
+    optional: frozenset[str] | set[str] | None = frozenset(),
 ) -> dict[str, object]:
     """Return the body of an order.
 
     Raises:
-        Refusal: It is not a JSON object with the required keys and no others.
+        Refusal: It is not a JSON object with the required keys, and no others but the optional ones, which
+            are all where `optional` is None.
     """
     try:
         order = json.loads(request.body, object_pairs_hook=_without_duplicates)
@@ -52,7 +56,7 @@ def read_order(
         raise OrderRefusal(400, "the body must be a JSON object")
     for key in sorted(required - order.keys()):
         raise OrderRefusal(400, f"{key} is missing", param=key)
-    for key in sorted(order.keys() - required - optional):
+    for key in [] if optional is None else sorted(order.keys() - required - optional):
         raise OrderRefusal(400, f"unknown key {key[:64]!r}")
     return order
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Protocol
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
@@ -24,6 +24,7 @@ from balanceroute.proxy.live.control.orders import (
     text_of,
 )
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
+from balanceroute.proxy.live.openai.routes import FANNED_OUT
 from balanceroute.proxy.live.security import Secret
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Reply
 
@@ -257,6 +258,8 @@ def _note(request: HttpRequest, order: dict[str, object], word: str) -> None:
 #     POST /sleep            ?level=0, 1 or 2, &mode=abort or wait, &timeout_s=
 #     POST /wake_up          ?tags=weights, &tags=kv_cache: a part of it
 #     GET  /is_sleeping      {"is_sleeping"}: as is_paused
+#     POST /flush_cache      sglang's name of /reset_prefix_cache
+#     POST of FANNED_OUT     ?timeout_s=; the rest of the query, and the body, are the engines'
 #
 # 200 if every engine did as it was told, else 502. The orders stand in both cases, and the body
 # tells what each engine answered.
@@ -266,8 +269,10 @@ PATHS = frozenset(
     {
         *(b"/pause", b"/resume", b"/is_paused", ABORT),
         *(b"/sleep", b"/wake_up", b"/is_sleeping"),
+        *(b"/flush_cache", *(path.encode() for path in FANNED_OUT)),
     }
 )
+_MEANT = {b"/flush_cache": "/reset_prefix_cache"}
 _MOST_TAGS = 8
 _MOST_IDS = 10_000
 _WAIT_S = 600.0
@@ -303,10 +308,12 @@ class PausePages:
             b"/sleep": {b"POST": self._sleep},
             b"/wake_up": {b"POST": self._wake_up},
             b"/is_sleeping": {b"GET": self._is_sleeping},
+            b"/flush_cache": {b"POST": self._fan_out},
+            **{path.encode(): {b"POST": self._fan_out} for path in FANNED_OUT},
         }
 
     def _pause(self, request: HttpRequest, reply: Reply) -> None:
-        asked = _query(request, "mode", "clear_cache", "engines", "timeout_s")
+        asked = asked_of(request, "mode", "clear_cache", "engines", "timeout_s")
         self._check_places()
         self._begin(
             request,
@@ -320,15 +327,15 @@ class PausePages:
         )
 
     def _resume(self, request: HttpRequest, reply: Reply) -> None:
-        asked = _query(request, "engines")
+        asked = asked_of(request, "engines")
         self._begin(request, reply, self._pausing.resume(engines=_flag(asked, "engines")))
 
     def _is_paused(self, request: HttpRequest, reply: Reply) -> None:
-        _query(request)
+        asked_of(request)
         send_json(reply, 200, {"is_paused": self._pausing.paused})
 
     def _sleep(self, request: HttpRequest, reply: Reply) -> None:
-        asked = _query(request, "level", "mode", "timeout_s")
+        asked = asked_of(request, "level", "mode", "timeout_s")
         self._check_places()
         level = asked.get("level", "1")
         if not (level.isascii() and level.isdigit()):
@@ -344,11 +351,11 @@ class PausePages:
         self._begin(request, reply, self._pausing.wake_up([tag for _, tag in pairs]))
 
     def _is_sleeping(self, request: HttpRequest, reply: Reply) -> None:
-        _query(request)
+        asked_of(request)
         send_json(reply, 200, {"is_sleeping": self._pausing.paused})
 
     def _abort(self, request: HttpRequest, reply: Reply) -> None:
-        _query(request)
+        asked_of(request)
         order = read_order(request, required=set(), optional={"request_ids"})
         ids = order.get("request_ids")
         if ids is not None and not (
@@ -357,6 +364,18 @@ class PausePages:
             message = f"request_ids must be a list of at most {_MOST_IDS:,} texts"
             raise OrderRefusal(400, message, param="request_ids")
         self._begin(request, reply, self._pausing.abort(ids))
+
+    def _fan_out(self, request: HttpRequest, reply: Reply) -> None:
+        pairs = _pairs(request)
+        body = request.body or b"{}"
+        if request.body:
+            read_order(request, required=set(), optional=None)
+        limit_s = _seconds(dict(pairs), "timeout_s")
+        self._check_places()
+        query = urlencode([(name, value) for name, value in pairs if name != "timeout_s"])
+        path = _MEANT.get(request.path) or request.path.decode()
+        path += f"?{query}" if query else ""
+        self._begin(request, reply, self._pausing.fan_out(path, body, limit_s=limit_s))
 
     def _begin(
         self, request: HttpRequest, reply: Reply, work: "Awaitable[dict[str, object]]"
@@ -378,7 +397,7 @@ def _pairs(request: HttpRequest) -> list[tuple[str, str]]:
     return parse_qsl(request.query.decode("latin-1"), keep_blank_values=True)
 
 
-def _query(request: HttpRequest, *known: str) -> dict[str, str]:
+def asked_of(request: HttpRequest, *known: str) -> dict[str, str]:
     """Return the members of a query. Raises Refusal: one is unknown, or stands twice."""
     pairs = _pairs(request)
     asked = dict(pairs)

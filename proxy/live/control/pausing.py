@@ -11,6 +11,7 @@ that wait before their prefill, and those whose KV cache waits for a rank.
   time, as it does not answer or has no such route, ends with an error, and the connection to it with
   that, for which engines abort a request too. So every answer ends, and once.
 * `keep` is refused: a stream that stands still, and a KV cache under a lease, have time limits.
+* What else is done around an update, such as the update itself, goes to all engines as it came: `fan_out`.
 * `sleep` is the same as pause, and then has engines give their memory back; `wake_up` ends it as soon as
   no engine sleeps any more, as `tags` may wake up a part of it.
 
@@ -20,7 +21,7 @@ Paused it stays, also for a process that takes over, and for groups that are add
 import asyncio
 import json
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlencode
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -46,6 +47,8 @@ ABORTED = "aborted by an administrator"
 _GRACE_S = 2.0
 _STEP_S = 0.05
 _PAGE_BYTES = 4096
+# Of an engine's answer to what it gets as it came.
+_ANSWER_BYTES = 1 << 16
 # Weights are copied to and from the host's memory.
 _MEMORY_S = 120.0
 _ON_NO_ENGINE = frozenset({LifecycleState.QUEUED, LifecycleState.POOLED})
@@ -149,6 +152,25 @@ class Pausing:
             _end(driver, number)
         return {"status": "aborted", "aborted": len(chosen), "engines": []}
 
+    async def fan_out(self, path: str, body: bytes, *, limit_s: float) -> dict[str, object]:
+        """Post something to every engine at the same time, which may take `limit_s`.
+
+        Returns:
+            Whether each engine did it, and what each answered: `answer` is None if that is no JSON of at
+            most 64 KiB.
+
+        Raises:
+            ConflictError: There are no engines.
+        """
+        rows = await self._ask(path, timeout_s=limit_s, body=body)
+        if not rows:
+            raise ConflictError("there are no engines")
+        engines = [row | {"answer": _read(row.pop("body", b""))} for row in rows]
+        # vLLM answers 200 with false if a cache is in use.
+        refused = [one for one in engines if _success(one["answer"]) is False]
+        success = not refused and all(one["status"] == 200 for one in engines)
+        return {"status": "sent", "success": success, "engines": engines}
+
     def _hold(self, *, held: bool) -> None:
         for site in self._sites():
             site.driver.hold(held=held)
@@ -203,33 +225,57 @@ class Pausing:
                 raise ConflictError(f"{running} requests run still; nothing new starts")
             await asyncio.sleep(_STEP_S)
 
-    async def _ask(self, path: str, *, timeout_s: float | None = None) -> list[dict[str, object]]:
-        """Post an order to every engine at the same time; return what each answered."""
+    async def _ask(
+        self, path: str, *, timeout_s: float | None = None, body: bytes | None = None
+    ) -> list[dict[str, Any]]:
+        """Post an order to every engine at the same time; return what each answered.
+
+        Its `body` is among that if the order has one.
+        """
         if not path:
             return []
         asked = [
             (site.fetcher, target) for site in self._sites() for target in site.roster.targets()
         ]
-        posts = (_post(*one, path, timeout_s) for one in asked)
+        posts = (_post(*one, path, timeout_s, body) for one in asked)
         return list(await asyncio.gather(*posts))
 
 
 async def _post(
-    fetcher: "Fetcher", target: "Target", path: str, timeout_s: float | None
-) -> dict[str, object]:
-    row: dict[str, object] = {"url": target.url, "role": target.role.value}
+    fetcher: "Fetcher",
+    target: "Target",
+    path: str,
+    timeout_s: float | None,
+    body: bytes | None,
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"url": target.url, "role": target.role.value}
+    most = _PAGE_BYTES if body is None else _ANSWER_BYTES
     try:
-        return row | {"status": await fetcher.order(target.url + path, timeout_s=timeout_s)}
+        answer = await fetcher.order(
+            target.url + path, b"{}" if body is None else body, max_bytes=most, timeout_s=timeout_s
+        )
     except FetchError as error:
         return row | {"status": None, "error": str(error)}
+    return row | {"status": answer.status} | ({} if body is None else {"body": answer.body})
+
+
+def _read(body: bytes) -> object:
+    """Return what JSON says; None for what is none."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _success(said: object) -> object:
+    return said.get("success") if isinstance(said, dict) else None
 
 
 async def _sleeps(fetcher: "Fetcher", url: str) -> bool:
     """Return whether an engine says that it sleeps; one that does not know how to is awake."""
     try:
-        page = await fetcher.body(f"{url}/is_sleeping", max_bytes=_PAGE_BYTES)
-        said = json.loads(page)
-    except (FetchError, ValueError, RecursionError):
+        said = _read(await fetcher.body(f"{url}/is_sleeping", max_bytes=_PAGE_BYTES))
+    except FetchError:
         return False
     return isinstance(said, dict) and said.get("is_sleeping") is True
 

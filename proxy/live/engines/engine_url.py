@@ -292,18 +292,17 @@ class Fetcher:
             raise FetchError(fault, f"status {response.status}")
         return response.body
 
-    async def order(self, url: str, *, timeout_s: float | None = None) -> int:
-        """POST an empty JSON object and return the answer's status, whatever that is.
+    async def order(
+        self, url: str, body: bytes, *, max_bytes: int, timeout_s: float | None = None
+    ) -> Response:
+        """POST a JSON object and return the answer, whatever its status, cut at `max_bytes`.
 
         It may take `timeout_s`; None for as long as any page.
 
         Raises:
             FetchError: No answer came.
         """
-        answer = await self._exchange(
-            b"POST", url, _HEALTH_BYTES, b"{}", cut=True, timeout_s=timeout_s
-        )
-        return answer.status
+        return await self._exchange(b"POST", url, max_bytes, body, cut=True, timeout_s=timeout_s)
 
     def forget(self, url: str) -> None:
         """Close the connections to an engine that is there no more."""

@@ -343,6 +343,11 @@ class Gateway:
         else:
             self._serve(known, route, tenant, request, reply)
 
+    def is_client(self, headers: Headers) -> bool:
+        """Return whether headers have a key, and it is a client's."""
+        keys = given_keys(headers)
+        return self._clients.has_keys and bool(keys) and self._clients.find(headers) is not None
+
     def _known(self, head: "RequestHead | HttpRequest") -> KnownHead:
         """Return what follows from a head, by the keys that there are now."""
         known: KnownHead | None = head.learned.facts

@@ -17,6 +17,7 @@ class Handling(Enum):
     GENERATION = "prefill and decode legs"
     SINGLE_ENGINE = "a prefiller, unchanged"
     OWN = "the proxy"
+    CONTROL = "the proxy, for the administrators' token, with `--control-on-api-port`; else 404"
     NOT_SERVED = "404"  # vLLM has the route, and the proxy says why it has not.
 
 
@@ -81,6 +82,22 @@ def _not_served(reason: str, *paths: str) -> Iterable[Route]:
         yield Route(path, (), Handling.NOT_SERVED, keyed=False, reason=reason)
 
 
+FANNED_OUT = (
+    # Of vLLM 0.32.
+    *("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update"),
+    *("/update_weights", "/finish_weight_update", "/update_weight_version"),
+    *("/shutdown_weight_transfer_engine", "/weight_checker", "/collective_rpc"),
+    *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+    # Of SGLang, and of servers that training frameworks make of vLLM.
+    *("/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_disk"),
+    *(
+        "/update_weights_from_distributed",
+        "/update_weights_from_tensor",
+        "/update_weights_from_ipc",
+    ),
+)
+"""Orders of administrators that every engine gets as they are."""
+
 ROUTES: tuple[Route, ...] = (
     *(
         Route(
@@ -137,6 +154,20 @@ ROUTES: tuple[Route, ...] = (
     ),
 )
 """All routes, in the order of docs/appendix/routes.md."""
+
+CONTROL: tuple[Route, ...] = tuple(
+    Route(path, methods, Handling.CONTROL)
+    for methods, paths in (
+        ((*_GET, b"POST"), ("/workers",)),
+        ((*_GET, b"DELETE"), ("/workers/{id}",)),
+        (_GET, ("/list_workers", "/is_paused", "/is_sleeping")),
+        (_POST, ("/add_worker", "/remove_worker")),
+        (_POST, ("/pause", "/resume", "/abort_requests", "/sleep", "/wake_up")),
+        (_POST, ("/flush_cache", *FANNED_OUT)),
+    )
+    for path in paths
+)
+"""What of the admin listener the clients' port may serve too. No engine's own route: so it is not among `ROUTES`."""
 
 LIVE = (b"/health", b"/liveness", b"/ping")
 READY = (b"/ready", b"/readiness")

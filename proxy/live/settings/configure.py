@@ -304,7 +304,7 @@ def _credentials(
         with given.blamed("api_key_file"):
             api_keys += read_secrets(listening.api_key_file)
     admin_token = None
-    if listening.admin and listening.admin_token_file is not None:
+    if listening.takes_orders and listening.admin_token_file is not None:
         with given.blamed("admin_token_file"):
             admin_token = read_secret(listening.admin_token_file)
     return Credentials(
@@ -387,6 +387,9 @@ def _http3(given: Given, listening: ListeningSettings) -> Http3Settings:
 
 
 def _check_admin(given: Given, listening: ListeningSettings, token: Secret | None) -> None:
+    if listening.control_on_api_port and token is None:
+        reason = "clients reach it: needs --admin-token-file"
+        raise ConfigError(f"{given.where('control_on_api_port')}: {reason}")
     if not listening.admin:
         return
     host, port = listening.admin_host, listening.admin_port

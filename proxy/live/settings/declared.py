@@ -400,6 +400,11 @@ class ListeningSettings:
     admin_token_file: Path | None = file(
         "holds the token that administrators present; required unless --admin-host is loopback"
     )
+    control_on_api_port: bool = switch(
+        False,
+        "serve orders of training frameworks (/workers, /pause, /update_weights ..) on --port too, to who "
+        "presents the token of --admin-token-file",
+    )
     admin_name: tuple[str, ...] = texts(
         "names, beside its addresses and localhost, under which the admin listener is called "
         "without a token",
@@ -407,6 +412,11 @@ class ListeningSettings:
         metavar="NAME",
         at_top=False,
     )
+
+    @property
+    def takes_orders(self) -> bool:
+        """Whether administrators come in anywhere."""
+        return self.admin or self.control_on_api_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

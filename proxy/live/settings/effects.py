@@ -148,7 +148,7 @@ _TABLE = (
     _Idle(
         ("roster_state",),
         "with --no-admin, without --discover and --aimd: nothing is ordered, found or learned",
-        lambda c: not (c.listening.admin or c.discovery.discover or c.aimd.aimd != "off"),
+        lambda c: not (c.listening.takes_orders or c.discovery.discover or c.aimd.aimd != "off"),
     ),
     _Idle(
         ("discover_hold_s", "discover_limit"),
@@ -178,10 +178,11 @@ _TABLE = (
     ),
     _Idle(("http2_streams",), "without --http2", lambda c: not c.gateway.http2),
     _Idle(
-        ("admin_host", "admin_port", "admin_token_file", "admin_name"),
+        ("admin_host", "admin_port", "admin_name"),
         "with --no-admin",
         lambda c: not c.listening.admin,
     ),
+    _Idle(("admin_token_file",), "with --no-admin", lambda c: not c.listening.takes_orders),
     _Idle(("native_threads",), "with --native off", lambda c: c.listening.native == "off"),
     _Idle(
         ("native", "native_threads"),

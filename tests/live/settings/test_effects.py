@@ -130,6 +130,7 @@ ALWAYS = {
         "scaling_signals",
         "http2",
         "admin",
+        "control_on_api_port",
         "http3",
         "aimd",
     ),
@@ -234,6 +235,12 @@ def test_a_setting_of_a_file_that_needs_files(tmp_path: Path) -> None:
     assert idle(of_flags(admin=False, admin_token_file=str(tmp_path / "token"))) == [
         "--admin-token-file has no effect with --no-admin"
     ]
+    on_api_port: dict[str, object] = {
+        "admin_token_file": str(tmp_path / "token"),
+        "control_on_api_port": True,
+    }
+    stored: dict[str, object] = {"roster_state": str(tmp_path / "kept")}
+    assert idle(of_flags(admin=False, **on_api_port, **stored)) == []
     assert idle(of_flags(admin=False, admin_name=["x"])) == [
         "--admin-name has no effect with --no-admin"
     ]

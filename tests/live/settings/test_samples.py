@@ -153,6 +153,7 @@ FILES = {
     "tls_key",
     "api_key_file",
     "admin_token_file",
+    "control_on_api_port",  # Needs that one.
     "engine_key_file",
     "engine_ca_file",
     "predictor_state",
