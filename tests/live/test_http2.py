@@ -16,6 +16,7 @@ from tests.support.certificate import make_certificate
 
 pytest.importorskip("h2", reason="needs the extra h2")
 # Of each answer its own, or of one protocol alone.
+ADMIN = {"authorization": "Bearer secret"}
 OWN = {"x-request-id", "transfer-encoding", "date", "connection"}
 
 
@@ -40,7 +41,10 @@ def steady(answer: httpx.Response) -> tuple[int, set[str], str]:
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_http2_gives_the_answers_of_http1(tmp_path: Path, tls: bool) -> None:
-    flags, trusting = ["--http2"], None
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("secret")
+    flags, trusting = ["--http2", "--admin-token-file", str(token), "--control-on-api-port"], None
     if tls:
         cert, key = make_certificate(tmp_path)
         flags += ["--tls-cert", str(cert), "--tls-key", str(key)]
@@ -76,6 +80,12 @@ def test_http2_gives_the_answers_of_http1(tmp_path: Path, tls: bool) -> None:
                 assert one.http_version == "HTTP/1.1"
                 assert len(answer.text) == len(one.text)
                 assert steady(answer) == steady(one)
+            for path in ("/pause?engines=false", "/is_paused", "/resume?engines=false"):
+                method = "GET" if path == "/is_paused" else "POST"
+                for client in (old, new):
+                    told = await client.request(method, path, headers=ADMIN)
+                    assert told.status_code == 200
+                    assert (await client.request(method, path)).status_code == 401
             served.process.send_signal(signal.SIGTERM)
             await new.aclose()
             await old.aclose()

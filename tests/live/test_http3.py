@@ -34,6 +34,36 @@ print(*sorted(name for name in sys.modules if "aioquic" in name or "http3." in n
     assert found.stdout.split() == []
 
 
+def test_orders_are_taken_over_http3(tmp_path: Path) -> None:
+    pytest.importorskip("aioquic", reason="needs the extra h3")
+    from tests.http3_client import http3_client  # noqa: PLC0415 - an extra.
+
+    cert, key = make_certificate(tmp_path)
+    flags = ["--http3", "--tls-cert", str(cert), "--tls-key", str(key), "--control-on-api-port"]
+    for flag, secret in (("--admin-token-file", "token"), ("--api-key-file", "key")):
+        path = tmp_path / secret
+        path.touch(0o600)
+        path.write_text(secret)
+        flags += [flag, str(path)]
+
+    async def main() -> None:
+        trusting = ssl.create_default_context(cafile=str(cert))
+        async with (
+            engines() as fleet,
+            serving(fleet.prefill_urls, fleet.decode_urls, *flags, context=trusting) as served,
+        ):
+            public, _ = served.ports()
+            async with http3_client(public, cert.read_text()) as client:
+                for key, status in ((b"token", 200), (b"key", 403), (b"other", 401)):
+                    given: Headers = [(b"authorization", b"Bearer " + key)]
+                    for path in (b"/pause?engines=false", b"/resume?engines=false"):
+                        assert (await client.ask(b"POST", path, given, b"")).status == status
+                    answer = await client.ask(b"GET", b"/workers", given, b"")
+                    assert answer.status == status
+
+    play(main())
+
+
 def test_http3_gives_the_answers_of_http1(tmp_path: Path) -> None:
     pytest.importorskip("aioquic", reason="needs the extra h3")
     from tests.http3_client import http3_client  # noqa: PLC0415 - an extra.

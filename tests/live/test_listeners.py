@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.live.leader.replicas import Replicas, play_replicas
 from tests.live.test_proxy_connectors import CHAT, TALK
 from tests.support.site import Exchanged, Site, served, served_by_groups
 
@@ -13,6 +14,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.admin import CONNECTIONS, MAX_BODY_BYTES, MAX_WAITS, Admin
 from balanceroute.proxy.live.openai.routes import CONTROL, FANNED_OUT
 from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.proxy.wire.http1.client import Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -266,7 +268,31 @@ async def test_an_update_goes_to_all_engines_as_it_came(site: Site, tmp_path: Pa
         assert (await order(site, path)).status == 200
     for bad in (b"[]", b"{", b'{"a": 1, "a": 2}', b"[" * 5_000):
         assert (await order(site, "/update_weights", bad)).status == 400
-    assert (await order(site, "/update_weights?timeout_s=nan")).status == 400
+    for query in ("timeout_s=nan", "timeout_s=-1", "timeout_s=1&timeout_s=2"):
+        assert (await order(site, f"/update_weights?{query}")).status == 400
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"{",
+        b'{"a": NaN}',
+        b"[1e999]",
+        b"9" * 5_000,
+        b"[" * 900 + b"]" * 900,
+        b'"\xff"',
+        b'"\\ud800"',
+    ],
+    ids=lambda said: repr(said[:9]),
+)
+@served(flags=on)
+async def test_engines_may_answer_anything(site: Site, tmp_path: Path, said: bytes) -> None:
+    del tmp_path
+    site.handlers[b"/collective_rpc"] = lambda _, __, reply: reply.send(200, [], said)
+    answer = await order(site, "/collective_rpc", {"method": "m"})
+    assert (answer.status, answer.json["success"]) == (200, True)
+    assert len(answer.json["engines"]) == ENGINES
 
 
 @served(flags=on)
@@ -343,6 +369,35 @@ async def test_orders_end_and_go_on_with_those_of_the_admin_listener(
     site.world.plane.reload()
     assert (await order(site, "/resume")).status == 401
     assert (await order(site, "/resume", headers=bearer("another"))).status == 200
+
+
+@served(flags=on)
+async def test_an_order_that_goes_on_is_answered_by_a_proxy_that_drains(
+    site: Site, tmp_path: Path
+) -> None:
+    del tmp_path
+    stream = site.send(CHAT, LONG, headers=CLIENT)
+    await stream.until_events(9)
+    paused = site.send("/pause?mode=wait&engines=false", headers=ADMIN)
+    await asyncio.sleep(0.01)
+    await site.world.plane.drain()
+    assert stream.done
+    assert (await paused.end()).status == 200
+
+
+def test_who_follows_takes_orders(tmp_path: Path) -> None:
+    async def scenario(site: Replicas) -> None:
+        follower = site.other(await site.leader())
+        await asyncio.sleep(3.0)
+        assert (await site.send(follower, "/v1/completions", {"prompt": "x"}).end()).status == 401
+        endpoint = Endpoint("127.0.0.1", follower.port)
+        for method, path in ((b"POST", b"/pause"), (b"GET", b"/is_paused"), (b"POST", b"/resume")):
+            answer = Exchanged()
+            endpoint.request(method, path, ADMIN, b"", answer)
+            assert (await answer.end()).status == 200
+        endpoint.close()
+
+    play_replicas(scenario, flags=on(tmp_path))
 
 
 @served_by_groups(flags=on)

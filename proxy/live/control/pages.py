@@ -370,7 +370,10 @@ class PausePages:
         body = request.body or b"{}"
         if request.body:
             read_order(request, required=set(), optional=None)
-        limit_s = _seconds(dict(pairs), "timeout_s")
+        limits = [one for one in pairs if one[0] == "timeout_s"]
+        if len(limits) > 1:
+            raise OrderRefusal(400, "timeout_s stands twice", param="timeout_s")
+        limit_s = _seconds(dict(limits), "timeout_s")
         self._check_places()
         query = urlencode([(name, value) for name, value in pairs if name != "timeout_s"])
         path = _MEANT.get(request.path) or request.path.decode()

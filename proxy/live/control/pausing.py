@@ -19,16 +19,18 @@ Paused it stays, also for a process that takes over, and for groups that are add
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlencode
+
+import msgspec
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.live.control.orders import ConflictError
 from balanceroute.proxy.live.control.roster import Roster, note_sleep
 from balanceroute.proxy.live.engines.engine_url import Fetcher, FetchError
+from balanceroute.proxy.live.openai.body import is_deep
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
@@ -165,11 +167,11 @@ class Pausing:
         rows = await self._ask(path, timeout_s=limit_s, body=body)
         if not rows:
             raise ConflictError("there are no engines")
-        engines = [row | {"answer": _read(row.pop("body", b""))} for row in rows]
+        for row in rows:
+            row["answer"] = _read(row.pop("body", b""))
         # vLLM answers 200 with false if a cache is in use.
-        refused = [one for one in engines if _success(one["answer"]) is False]
-        success = not refused and all(one["status"] == 200 for one in engines)
-        return {"status": "sent", "success": success, "engines": engines}
+        success = all(one["status"] == 200 and _succeeded(one["answer"]) for one in rows)
+        return {"status": "sent", "success": success, "engines": rows}
 
     def _hold(self, *, held: bool) -> None:
         for site in self._sites():
@@ -260,15 +262,16 @@ async def _post(
 
 
 def _read(body: bytes) -> object:
-    """Return what JSON says; None for what is none."""
+    """Return what an engine's JSON says; None for what is none, or could not be written again."""
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
+        said: object = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
+    return None if is_deep(said) else said
 
 
-def _success(said: object) -> object:
-    return said.get("success") if isinstance(said, dict) else None
+def _succeeded(said: object) -> bool:
+    return not isinstance(said, dict) or said.get("success") is not False
 
 
 async def _sleeps(fetcher: "Fetcher", url: str) -> bool:
