@@ -44,12 +44,20 @@ async def until_waiting(pid: int) -> None:
 
 
 async def begin(served: Served) -> int:
-    """Have a new version take over; return its number, once it is there."""
+    """Have a new version take over; return its number, once it runs.
+
+    Before that the old one waits for it: who stops it then stops both.
+    """
     pid = served.process.pid
     served.process.send_signal(signal.SIGUSR2)
-    while not children(pid):  # noqa: ASYNC110 - nobody tells.
+    while not (found := children(pid)) or not runs(found[0]):  # noqa: ASYNC110 - nobody tells.
         await asyncio.sleep(0.01)
-    return children(pid)[0]
+    return found[0]
+
+
+def runs(pid: int) -> bool:
+    """Return whether a successor was begun to the end: it has the variable that the old one gave it."""
+    return b"BALANCEROUTE_HAND_OVER=" in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 @asynccontextmanager
