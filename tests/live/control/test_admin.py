@@ -260,6 +260,7 @@ def test_the_state_shows_everything_and_no_secret() -> None:
         "doubts": [],
         "cached_blocks": None,
         "vetoes": 0,
+        "dp_group": None,
     }
     assert state["imbalance_tokens"] == 3000
     assert state["requests"] == []

@@ -54,7 +54,6 @@ class TextOracle:
                 prefillers=0,
                 ranks=1,
                 dp_mode=DpMode.PORTS,
-                batch_limit=10**9,
                 rank_kv_tokens=None,
                 # As fast as can be: only what is said matters.
                 step_base_ns=1,
