@@ -413,7 +413,7 @@ def test_what_the_head_rules_out_is_answered_before_the_body(
 async def test_a_large_order_is_refused_before_its_body(site: Site) -> None:
     assert site.world.proxy.admin is not None
     port = site.world.proxy.admin.port
-    head = b"POST /admin/policy HTTP/1.1\r\nHost: localhost\r\nContent-Length: 65537"
+    head = b"POST /admin/policy HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1048577"
     status, answer = await answer_to_head(site, head, port)
     assert (status, b'"error":{' in answer) == (413, True)
 
