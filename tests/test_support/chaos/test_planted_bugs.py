@@ -53,7 +53,7 @@ def a_prefillers_budget_is_never_given_back(patch: Patch) -> None:
     patch.setattr(Prefillers, "release", lambda *_: None)
 
 
-@bug("holders: ", seed=2)
+@bug("holders: ", seed=25)
 def half_a_head_holds_its_connection(patch: Patch) -> None:
     patch.setattr(server_connection, "loss_of_head", lambda *_: None)
 
@@ -183,7 +183,7 @@ def a_stream_breaks_off_without_a_word(patch: Patch) -> None:
     patch.setattr(ClientAnswer, "fail", break_off)
 
 
-@bug("its stream ends as if there had been no error", seed=5)
+@bug("its stream ends as if there had been no error", seed=13)
 def a_stream_that_failed_ends_in_good_order(patch: Patch) -> None:
     fail = ClientAnswer.fail
 
@@ -204,7 +204,7 @@ def a_lease_never_lapses(patch: Patch) -> None:
     patch.setattr(Pool, "lapsed", lambda *_: list[RequestId]())
 
 
-@bug("misread: ")
+@bug("misread: ", seed=12)
 def a_kv_cache_that_may_have_been_pulled_is_offered_again(patch: Patch) -> None:
     """A rank that broke off had pulled it, and its blocks are another prompt's by now."""
 
@@ -215,7 +215,7 @@ def a_kv_cache_that_may_have_been_pulled_is_offered_again(patch: Patch) -> None:
     patch.setattr("balanceroute.proxy.live.request.session.triage", offer_again)
 
 
-@bug("poison: 3 engines died of ", seed=59)
+@bug("poison: 3 engines died of ", seed=70)
 def a_post_is_sent_again_by_the_http_client(patch: Patch) -> None:
     """The engine had done its work when the connection was lost."""
     made: Any = Call
