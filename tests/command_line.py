@@ -1,8 +1,12 @@
-"""Runs the command line in this process, as tests of its commands do."""
+"""Runs the command line in this process, as tests of its commands do, and serves what these ask."""
 
 import json
-from collections.abc import Sequence
+import ssl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -34,6 +38,39 @@ def report(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     assert main([*arguments, "--json", str(path)]) == 0
     loaded: dict[str, Any] = json.loads(path.read_text(), parse_constant=no_constant)
     return loaded
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Answers as a test has it answer, and prints nothing."""
+
+    def answer(self, body: bytes) -> None:
+        """Answer a GET or a POST, whose body is this."""
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        self.answer(self.rfile.read(int(self.headers.get("content-length", 0))))
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def answered_by(pages: type[Answering], tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """Serve pages on loopback; yield the URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), pages)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http{'' if tls is None else 's'}://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def unwrapped(text: str) -> str:

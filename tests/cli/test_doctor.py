@@ -9,12 +9,12 @@ import ssl
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import pytest
+from tests.command_line import Answering, answered_by
 from tests.support.certificate import CERT, KEY
 
 from balanceroute.proxy.__main__ import main
@@ -299,39 +299,26 @@ def answering(
 ) -> Iterator[str]:
     """Serve pages; yield the URL. With `held` no answer comes until it is set."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Handler(Answering):
+        def answer(self, body: bytes) -> None:
+            del body
             if held is not None:
                 held.wait(60)
             page = pages.get(self.path.partition("?")[0], pages.get("*"))
-            self.rfile.read(int(self.headers.get("content-length", 0)))
             self.send_response(404 if page is None else status)
-            body = (page or "").encode()
-            for name, value in (*headers, ("content-length", str(len(body)))):
+            data = (page or "").encode()
+            for name, value in (*headers, ("content-length", str(len(data)))):
                 self.send_header(name, value)
             self.end_headers()
             with suppress(OSError):  # Who asked may have had enough.
-                self.wfile.write(body)
+                self.wfile.write(data)
 
-        def do_POST(self) -> None:
-            self.do_GET()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http{'' if tls is None else 's'}://127.0.0.1:{server.server_port}"
-    finally:
-        if held is not None:
-            held.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answered_by(Handler, tls) as url:
+        try:
+            yield url
+        finally:
+            if held is not None:
+                held.set()
 
 
 def doctor(*words: str) -> int:

@@ -5,12 +5,12 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
+from tests.command_line import Answering, answered_by
 from tests.support.certificate import CERT, KEY
 
 from balanceroute.proxy.__main__ import main
@@ -47,14 +47,8 @@ def listening(tls: ssl.SSLContext | None = None) -> Iterator[tuple[Listener, str
     """Yield a listener and its address."""
     told = Listener()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(b"")
-
-        def do_POST(self) -> None:
-            self._answer(self.rfile.read(int(self.headers["content-length"])))
-
-        def _answer(self, body: bytes) -> None:
+    class Handler(Answering):
+        def answer(self, body: bytes) -> None:
             told.tokens.append(self.headers["authorization"])
             status, page = told.answer(self.command, self.path, body)
             data = json.dumps(page).encode()
@@ -63,20 +57,8 @@ def listening(tls: ssl.SSLContext | None = None) -> Iterator[tuple[Listener, str
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield told, f"http{'' if tls is None else 's'}://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answered_by(Handler, tls) as url:
+        yield told, url
 
 
 @pytest.fixture

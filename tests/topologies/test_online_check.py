@@ -2,14 +2,13 @@
 
 import json
 import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tests.command_line import Answering, answered_by
 from tests.support.certificate import CERT, KEY
 
 from balanceroute.proxy.__main__ import main
@@ -59,28 +58,19 @@ MISSING = "its --kv-transfer-config is missing, or is of another connector"
 def engine(pages: Pages, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """Serve the pages; yield the URL."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Handler(Answering):
+        def answer(self, body: bytes) -> None:
+            del body
             page = pages.page(self.path)
             allowed = not pages.key or self.headers["authorization"] == f"Bearer {pages.key}"
-            body = (page or "").encode()
+            data = (page or "").encode()
             self.send_response(200 if page and allowed else 404 if allowed else 401)
-            self.send_header("content-length", str(len(body)))
+            self.send_header("content-length", str(len(data)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(data)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http{'' if tls is None else 's'}://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with answered_by(Handler, tls) as url:
+        yield url
 
 
 @dataclass(frozen=True)
