@@ -33,7 +33,7 @@ from h2.events import (
 )
 from h2.exceptions import ProtocolError, StreamClosedError
 from h2.settings import SettingCodes, Settings
-from hyperframe.frame import GoAwayFrame
+from hyperframe.frame import Frame, GoAwayFrame
 
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection
@@ -111,6 +111,11 @@ class Frames(H2Connection):  # type: ignore[misc, unused-ignore]
         stream = super()._begin_new_stream(*given, **named)
         stream._initialize_content_length = _no_length  # type: ignore[method-assign, unused-ignore]
         return stream
+
+    def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
+        """Go on with what runs, as RFC 9113 section 6.8 has it: the library would end it."""
+        del frame
+        return [], [ConnectionTerminated()]
 
 
 def _no_length(headers: object) -> None:
@@ -253,6 +258,7 @@ class Http2ServerConnection(asyncio.Protocol):
                 self._on_reset(event.stream_id)
             case ConnectionTerminated():
                 self._turned_away = True  # It asks for nothing more.
+                self._take_idle()
                 self._close_if_done()
             case StreamEnded() | SettingsAcknowledged():
                 pass
@@ -271,7 +277,7 @@ class Http2ServerConnection(asyncio.Protocol):
             if not self._turned_away and not self._cancelled.take():
                 self._end_with(ErrorCodes.ENHANCE_YOUR_CALM)
             else:
-                self._frames.reset_stream(number, ErrorCodes.REFUSED_STREAM)
+                self._reset(number, ErrorCodes.REFUSED_STREAM)
             return
         stream = self._streams[number] = ServerStream(self, number)
         self.deadline_s = min(self.deadline_s, stream.deadline_s, self._check_s)
@@ -325,7 +331,10 @@ class Http2ServerConnection(asyncio.Protocol):
 
     def send_head(self, stream_id: int, fields: Headers, *, end: bool) -> None:
         """See `StreamOwner`."""
-        if stream_id in self._streams:
+        if stream_id not in self._streams:
+            return
+        # The library may know by the same read that the client has given it up.
+        with suppress(StreamClosedError):
             self._frames.send_headers(stream_id, fields, end_stream=end)
             self._soon()
 
@@ -459,7 +468,7 @@ class Http2ServerConnection(asyncio.Protocol):
         if self.gives_way(self.service.loop.time()) is None:
             return False
         for number in self._streams:
-            self._frames.reset_stream(number, ErrorCodes.REFUSED_STREAM)
+            self._reset(number, ErrorCodes.REFUSED_STREAM)
         self._end_with(ErrorCodes.NO_ERROR, lingers=False)
         return True
 

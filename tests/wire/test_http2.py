@@ -20,7 +20,7 @@ from h2.events import (
     StreamReset,
 )
 from h2.settings import SettingCodes
-from hyperframe.frame import ContinuationFrame, HeadersFrame
+from hyperframe.frame import ContinuationFrame, GoAwayFrame, HeadersFrame
 
 from balanceroute.proxy.wire.http2 import PREFACE, EitherConnection
 from balanceroute.proxy.wire.messages import HttpRequest, Reply
@@ -275,6 +275,50 @@ async def test_a_client_that_gives_up_is_noticed_and_the_others_go_on(
         assert recorder.closed[1] is recorder.requests[2]
 
 
+@pytest.mark.parametrize("path", ["/kept", "/answered", "no-slash"])
+@pytest.mark.parametrize("beyond", [False, True])
+async def test_who_gives_up_in_the_same_bytes_harms_no_other_stream(
+    serving: "Serving", connect: "Connect", path: str, beyond: bool
+) -> None:
+    """Answered at once, refused as it is malformed, refused as there are too many, or kept."""
+    recorder = Recorder()
+
+    def application(request: HttpRequest, reply: Reply) -> None:
+        (echo if request.path == b"/answered" else recorder)(request, reply)
+
+    async with serving(application, EITHER) as server, client_of(connect, server.port) as client:
+        stays = [client.ask() for _ in range(4 if beyond else 3)]
+        await recorder.until(len(stays))
+        client.h2.remote_settings[SettingCodes.MAX_CONCURRENT_STREAMS] = 100
+        left = client.h2.get_next_available_stream_id()
+        whole = path == "/answered"
+        client.h2.send_headers(left, [*POST[:3], (":path", path)], end_stream=whole)
+        client.h2.reset_stream(left, ErrorCodes.CANCEL)
+        client.flush()
+        for reply in recorder.replies[: len(stays)]:
+            reply.send(200, [], b"whole")
+        assert [(await client.answer(number))[2] for number in stays] == [b"whole"] * len(stays)
+        assert (await client.answer(client.ask([*GET[:3], (":path", "/answered")])))[0] == 200
+
+
+async def test_answers_end_though_the_client_says_that_it_goes(
+    serving: "Serving", connect: "Connect"
+) -> None:
+    """RFC 9113 section 6.8: GOAWAY ends nothing that runs."""
+    recorder = Recorder()
+    async with serving(recorder, EITHER) as server, client_of(connect, server.port) as client:
+        number = client.ask()
+        await recorder.until(1)
+        recorder.replies[0].start(200, [])
+        recorder.replies[0].write(b"part ")
+        client.raw.send(GoAwayFrame(0).serialize() * 2)
+        await client.until(DataReceived, number)
+        recorder.replies[0].write(b"and rest")
+        recorder.replies[0].end()
+        assert (await client.answer(number))[2] == b"part and rest"
+        assert await client.end() is None
+
+
 async def test_an_answer_that_breaks_off_resets_its_stream_behind_what_was_written(
     serving: "Serving", connect: "Connect"
 ) -> None:
@@ -418,7 +462,21 @@ def send_nothing(h2: H2Connection, i: int) -> None:
     h2.send_data(1, b"")
 
 
-FLOODS = [reset_at_once, ping, change_settings, open_window, prioritise, send_nothing]
+def say_goodbye(h2: H2Connection, i: int) -> None:
+    if not i:
+        h2.send_headers(1, POST)
+    h2._data_to_send += GoAwayFrame(0).serialize()
+
+
+FLOODS = [
+    reset_at_once,
+    ping,
+    change_settings,
+    open_window,
+    prioritise,
+    send_nothing,
+    say_goodbye,
+]
 
 
 @pytest.mark.parametrize("flood", FLOODS)
@@ -619,5 +677,5 @@ async def test_an_application_that_fails_harms_one_stream(
 def test_the_library_has_what_is_replaced_in_it() -> None:
     """Of what is not public: a method, a property that it counts by, and what it keeps."""
     names = vars(H2Connection)
-    assert {"_begin_new_stream", "open_inbound_streams"} <= names.keys()
+    assert {"_begin_new_stream", "_receive_goaway_frame", "open_inbound_streams"} <= names.keys()
     assert {"_data", "_headers_buffer"} <= vars(H2Connection().incoming_buffer).keys()
