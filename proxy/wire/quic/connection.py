@@ -144,6 +144,12 @@ class OrderedConnection(QuicConnection):
 
     # In place of aioquic's own.
 
+    def send_stream_data(self, stream_id: int, data: bytes, end_stream: bool = False) -> None:
+        """Send more of a stream, unless the peer has asked for no more: its event may be still to come."""
+        stream = self._streams.get(stream_id)
+        if stream is None or stream.sender._reset_error_code is None:
+            super().send_stream_data(stream_id, data, end_stream)
+
     @property
     def _streams_queue(self) -> list[QuicStream]:
         return self._queue

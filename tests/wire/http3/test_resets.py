@@ -117,10 +117,10 @@ async def _settled(connection: "Http3ServerConnection") -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("when", ["in the same packet", "at once", "settled"])
 @pytest.mark.parametrize("phase", PHASES)
 async def test_nothing_stays_of_what_is_given_up(
-    tmp_path: "Path", phase: str, settled: bool
+    tmp_path: "Path", phase: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     application = Engines()
     hard = Http3Settings(http3_order="edf", http3_hard_deadlines=True)
@@ -131,10 +131,13 @@ async def test_nothing_stays_of_what_is_given_up(
         # Who has sent all has nothing to reset: it only asks for no answer.
         ways = (_stop, _both) if phase.startswith("all") else (_reset, _stop, _both)
         for give_up, path in product(ways, (b"/whole", b"/stream", b"/never")):
-            number = PHASES[phase](client, path)
-            if settled:
-                assert (await client.ask(b"GET", b"/whole")).status == 200
-            give_up(client, number)
+            with monkeypatch.context() as held:
+                if when == "in the same packet":
+                    held.setattr(client, "transmit", lambda: None)
+                number = PHASES[phase](client, path)
+                if when == "settled":
+                    assert (await client.ask(b"GET", b"/whole")).status == 200
+                give_up(client, number)
             client.transmit()
             assert (await client.ask(b"GET", b"/whole")).status == 200
         assert client.ended is None
@@ -145,6 +148,21 @@ async def test_nothing_stays_of_what_is_given_up(
         assert not connection._quic._standings
         assert {one for one in connection._framing._stream if one % 4 == 0} == set()
         assert site.server.service.bodies.used == 0
+
+
+async def test_an_answer_that_the_same_packet_gives_up_is_dropped(tmp_path: "Path") -> None:
+    """A packet may have a request first and then that no answer is wanted."""
+
+    def application(request: "HttpRequest", reply: "Reply") -> None:
+        quic = _connection(site)._quic
+        if request.path == b"/given-up":
+            quic._streams[max(_connection(site)._streams)].sender.reset(error_code=_CANCELLED)
+        reply.send(200, [], b"whole")
+
+    async with http3_site(application, tmp_path) as site, site.client() as client:
+        client.begin(b"GET", b"/given-up", [])
+        assert (await client.ask(b"GET", b"/")).body == b"whole"
+        assert client.ended is None
 
 
 async def test_priorities_of_requests_that_are_refused_are_forgotten(tmp_path: "Path") -> None:
