@@ -279,3 +279,20 @@ def test_a_wrong_command_is_found(
         (words,) = block.commands()
         with pytest.raises((AssertionError, SystemExit)):
             perform(words, block, proxy, monkeypatch)
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(DOCS / "simulate.ipynb", as_version=4)
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=300, resources=where).execute()
+    told = {
+        kind: value
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        for kind, value in output.get("data", {}).items()
+    }
+    assert "idle_fraction" in told["text/html"]
+    assert told["image/png"]
+    assert told["text/plain"].startswith("[PolicyResult('mine:policy', idle_fraction=0.")
