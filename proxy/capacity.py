@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import PrefillerId, RankId
     from balanceroute.proxy.core.scheduler import Scheduler
 
-# What bounds a fleet: prefill, decode, or the barrier between its ranks.
-
 # Beyond these shares a role has no reserve, or the barrier's loss is worth a change.
 _BUSY = 0.9
 _WORTH_IT = 0.1

@@ -405,9 +405,8 @@ class DpGroups:
     def __init__(self, instances: "Instances", size: int | None) -> None:
         self._instances = instances
         self._size = size
-        self._numbers: dict[
-            Target, frozenset[str]
-        ] = {}  # In their groups, as each server tells them.
+        # Of ranks in their groups, as each server tells them.
+        self._numbers: dict[Target, frozenset[str]] = {}
         self._learned: dict[RankId, int] = {}  # The first rank of the group of each.
 
     def told(self, target: "Target", numbers: frozenset[str]) -> None:
