@@ -1,10 +1,11 @@
 """The engines behind the proxy: prefillers and decode ranks, with their addresses and their state."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -282,11 +283,6 @@ class Instances:
         self._found[1] = len(self.ranks)
         return self._ranks_of.get(target, [])
 
-    def clear(self) -> None:
-        for known in (self.prefillers, self.ranks, self._prefillers_of, self._ranks_of):
-            known.clear()
-        self._found = [0, 0]
-
     def has(self, target: Target) -> bool:
         return any(one.status is not Status.REMOVED for one in self.of(target))
 
@@ -405,6 +401,7 @@ class DpGroups:
     def __init__(self, instances: "Instances", size: int | None) -> None:
         self._instances = instances
         self._size = size
+        self._places: list[int] = []  # With a size, the group of each rank.
         # Of ranks in their groups, as each server tells them.
         self._numbers: dict[Target, frozenset[str]] = {}
         self._learned: dict[RankId, int] = {}  # The first rank of the group of each.
@@ -419,7 +416,17 @@ class DpGroups:
         """Return what names the group of a rank; None if it is in none that is known."""
         if self._size is None:
             return self._learned.get(rank.id)
-        return None if self._size == 1 else rank.id // self._size
+        if self._size == 1:
+            return None
+        for one in range(len(self._places), len(self._instances.ranks)):
+            self._places.append(self._first_with_room(one, self._size))
+        return self._places[rank.id]
+
+    def _first_with_room(self, rank: int, size: int) -> int:
+        """Return the first group that lacks a rank: one that comes takes the place of one that was removed."""
+        before = zip(self._instances.ranks[:rank], self._places, strict=True)
+        there = Counter(place for one, place in before if one.status is not Status.REMOVED)
+        return next(place for place in count() if there[place] < size)
 
     def mates(self, target: "Target") -> list[Rank]:
         """Return the ranks that end with those of a server, as they are in their group."""

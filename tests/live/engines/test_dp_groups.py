@@ -93,6 +93,21 @@ def test_the_setting_says_which_ranks_form_a_group() -> None:
     assert [rank.id for rank in mates] == [0, 2, 3]
 
 
+def test_a_rank_that_comes_takes_the_place_of_one_that_was_removed() -> None:
+    many = ranks_of(*[("0",)] * 8).ranks
+    told = Instances(dp_size=2)
+    told.ranks = many[:4]
+    assert learned(told) == [0, 0, 1, 1]
+    many[1].status = many[2].status = Status.REMOVED
+    told.ranks = many[:7]
+    assert learned(told) == [0, 0, 1, 1, 0, 1, 2]
+    many[
+        1
+    ].status = Status.UP  # It is back at its address: its group has one too many, and no other.
+    told.ranks = many
+    assert learned(told) == [0, 0, 1, 1, 0, 1, 2, 2]
+
+
 def test_a_fleet_has_ended_if_all_its_groups_have() -> None:
     instances = ranks_of(("0",), ("1",), ("0",), ("1",))
     for rank in instances.ranks[:2]:
