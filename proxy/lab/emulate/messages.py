@@ -89,13 +89,20 @@ def read_messages(values: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid(kind, "body.max_tokens", message, limit)
     if limit <= 0:
         raise _wrong("body.max_tokens", "max_tokens must be positive", limit)
-    if not isinstance(values.get("model"), str):
-        raise invalid("missing", "body.model", "Field required", values.get("model"))
+    _check_names_model(values)
     stream = values.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise invalid("bool_type", "body.stream", "Input should be a valid boolean", stream)
     _check_thinking(values, limit)
     return as_chat(values) | {"max_completion_tokens": limit}
+
+
+def _check_names_model(values: Mapping[str, Any]) -> None:
+    model = values.get("model")
+    if not isinstance(model, str):
+        raise invalid("missing", "body.model", "Field required", model)
+    if not model:
+        raise _wrong("body.model", "Model is required", model)
 
 
 def _check_thinking(values: Mapping[str, Any], limit: int) -> None:
@@ -125,6 +132,7 @@ def answer_count_tokens(values: dict[str, Any], hub: Hub) -> object:
     Raises:
         ApiError: The body is malformed, or of another model.
     """
+    _check_names_model(values)
     check_model(values, hub.settings)
     tokens = len(tokenise(chat_text(as_chat(values))))
     return {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}

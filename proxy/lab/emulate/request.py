@@ -372,9 +372,9 @@ def check_model(values: Mapping[str, Any], settings: EmulationSettings) -> None:
     """Reject a model that is not served.
 
     Raises:
-        ApiError: The model is another one. A body without a model is accepted.
+        ApiError: The model is another one. A body without a model, or with "", is accepted.
     """
-    if values.get("model") not in (None, settings.model, *settings.adapters):
+    if values.get("model") not in (None, "", settings.model, *settings.adapters):
         raise unknown_model(values["model"], settings.model)
 
 

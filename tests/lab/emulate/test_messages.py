@@ -82,6 +82,7 @@ async def test_a_forced_tool_is_used(lab: Lab, stream: bool) -> None:
         ({"max_tokens": "many"}, 400, "valid integer"),
         ({"messages": "hello"}, 400, "valid list"),
         ({"model": "other"}, 404, "does not exist"),
+        ({"model": ""}, 400, "Model is required"),
         ({"temperature": -1.0}, 400, "temperature must be non-negative"),
     ],
 )
@@ -116,3 +117,13 @@ async def test_tokens_are_counted(lab: Lab) -> None:
         "input_tokens": tokens,
         "context_management": {"original_input_tokens": tokens},
     }
+    for nameless in ({}, {"model": ""}):
+        body = {"messages": [USER]} | nameless
+        assert (await lab.post("decode/0", f"{PATH}/count_tokens", body)).status == 400
+
+
+@emulated()
+async def test_a_chat_may_name_no_model(lab: Lab) -> None:
+    for nameless in ({}, {"model": None}, {"model": ""}):
+        body = {"messages": [USER], "max_tokens": 1} | nameless
+        assert (await lab.post("decode/0", CHAT, body)).status == 200
