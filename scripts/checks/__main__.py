@@ -8,6 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from commands import main
 
 COMMANDS = {
+    "balance": "checks.balance",
     "clients": "checks.clients",
     "engines": "checks.engines",
     "gateway": "checks.gateway",

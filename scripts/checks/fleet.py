@@ -234,6 +234,16 @@ class Engine:
                 pass
             time.sleep(0.5)
 
+    def processes(self, word: str) -> list[int]:
+        """Return its processes that have a word in their command lines."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, ProcessLookupError):
+                own = os.getpgid(int(folder.name)) == self._process.pid
+                if own and word.encode() in (folder / "cmdline").read_bytes():
+                    found.append(int(folder.name))
+        return found
+
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have these labels."""
         return metric(self.url, name, **labels)

@@ -1,10 +1,12 @@
-"""Writes tiny models with random weights, two dense and a mixture of experts, and their tokenisers.
+"""Writes tiny models with random weights, two dense and two mixtures of experts, and their tokenisers.
 
     python make_models.py FOLDER
 
 Runs in the engines' venv. The tokeniser is a byte-level BPE trained on Python's own library, so that it
 takes any text; the weights are large enough that greedy decoding does not repeat one token for ever.
 The second dense model opens each turn with thoughts, and ends them often: `</think>` has larger weights.
+In a step of the second mixture of experts nearly all is attention over the KV cache, 16 KiB a token; one layer
+of four has experts, so that ranks wait for each other once a step.
 """
 
 import sys
@@ -114,6 +116,19 @@ def main() -> None:
     save(folder / "tiny-dense", dense, Qwen3ForCausalLM, tokenizer)
     save(folder / "tiny-thinking", dense, Qwen3ForCausalLM, tokeniser(thinks=True))
     save(folder / "tiny-moe", Qwen3MoeConfig(**common, **experts), Qwen3MoeForCausalLM, tokenizer)
+    attention = {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "decoder_sparse_step": 4,
+    }
+    config = Qwen3MoeConfig(**common | experts | attention)
+    save(folder / "attention-moe", config, Qwen3MoeForCausalLM, tokenizer)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,18 @@ BALANCEROUTE_CPU_SHIM names what is wanted, separated by commas:
   its connector binds each engine to the last core of the machine, where three stand in each other's way.
 * `moe-dp`: the CPU communicator has no collectives of unequal sizes, without which a mixture of
   experts with data parallelism dies at its first step.
+* `hidden-lengths`: an answer ends at the length that its request names in vllm_xargs `stop_after`, which no
+  proxy reads.
+* `thread-times`: beside the step trace, the processor time of the thread that computes, for each step of a
+  data-parallel rank: records of wave u32, step u32, nanoseconds u64 in RANK.times.
 * `fork`: an engine core is forked from its API server, as on a GPU, and shares what that has imported.
   The CPU platform insists on a fresh interpreter, for the threads of OpenMP, which are one here.
 """
 
 import functools
 import os
+import struct
+import time
 from typing import Any
 
 # NIXL hands it to poll(), whose unit is a millisecond; an event wakes it earlier.
@@ -30,6 +36,10 @@ def register() -> None:
         _use_every_core()
     if "moe-dp" in wanted:
         _add_collectives()
+    if "hidden-lengths" in wanted:
+        _hide_lengths()
+    if "thread-times" in wanted:
+        _time_threads(os.environ["BALANCEROUTE_STEP_TRACE"])
     if "fork" in wanted:
         _fork()
 
@@ -106,3 +116,41 @@ def _add_collectives() -> None:
 
     cpu_communicator.CpuCommunicator.all_gatherv = all_gatherv
     cpu_communicator.CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+
+def _hide_lengths() -> None:
+    from vllm.v1.core.sched import scheduler  # type: ignore[import-not-found]
+    from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]
+
+    original = scheduler.check_stop
+
+    def check_stop(request: Any, max_model_len: int) -> bool:
+        if original(request, max_model_len):
+            return True
+        parameters = request.sampling_params
+        length = ((parameters and parameters.extra_args) or {}).get("stop_after")
+        if length is None or request.num_output_tokens < int(length):
+            return False
+        request.status = RequestStatus.FINISHED_STOPPED
+        return True
+
+    scheduler.check_stop = check_stop
+
+
+def _time_threads(folder: str) -> None:
+    from vllm.v1.engine.core import EngineCoreProc  # type: ignore[import-not-found]
+
+    original = EngineCoreProc._process_engine_step
+    files: dict[int, int] = {}
+
+    def process_engine_step(self: Any) -> Any:
+        rank = self.vllm_config.parallel_config.data_parallel_index
+        if rank not in files:
+            files[rank] = os.open(f"{folder}/{rank}.times", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        place = getattr(self, "current_wave", 0), getattr(self, "step_counter", 0)
+        begin_ns = time.thread_time_ns()
+        result = original(self)
+        os.write(files[rank], struct.pack("<IIQ", *place, time.thread_time_ns() - begin_ns))
+        return result
+
+    EngineCoreProc._process_engine_step = process_engine_step
