@@ -156,7 +156,7 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (13_600, 34),
+    "proxy/core": (13_650, 34),
     "proxy/wire": (7_600, 24),
     "proxy/live": (35_100, 113),
     "proxy/lab": (15_550, 55),
@@ -168,7 +168,7 @@ BUDGET = {
     "scripts": (15_800, 43),
     "tests/support": (12_500, 43),
     # All of it.
-    "tests": (111_300, 403),
+    "tests": (111_450, 403),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -17,7 +17,7 @@ from balanceroute import __version__
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PATIENCE_PER_SLOT, WINDOW, PolicySettings
-from balanceroute.proxy.core.prefill import ScoreLimits
+from balanceroute.proxy.core.prefill import ScoreSettings
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel, SimulatedEngineOptions
@@ -295,7 +295,7 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         rank_kv_tokens=9_000,
         prefill=PrefillModel(2, 1_500_000, 4_000.0, cache_tokens=900, block_tokens=16),
         prefill_choice="sticky",
-        score_limits=ScoreLimits(prefill_waiting_limit=3, prefill_share_limit=0.5),
+        scores=ScoreSettings(prefill_waiting_limit=3, prefill_share_limit=0.5),
         prefiller_kv_tokens=7_000,
         probe_limit=None,
         transfer_base_ns=2_000_000,

@@ -16,7 +16,7 @@ proxy.core.admission: ADMISSIONS Admission Aimd AimdOptions AimdSettings Allowan
 proxy.core.policies: Assignment Fleet OldestFirst POLICIES PREDICTING Policy PolicyInputs PolicySettings PoolEntry
     is_outside make_policy predicts skill_share
 proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillInputs
-    PrefillRequest PrefillView Prefillers ScoreLimits USING_BLOCKS USING_EVENTS USING_LOADS
+    PrefillRequest PrefillView Prefillers ScoreSettings USING_BLOCKS USING_EVENTS USING_LOADS
 proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares Fcfs HeldShares InTurn KvMeter
     MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
 proxy.core.scheduler: Scheduler SchedulerConfig

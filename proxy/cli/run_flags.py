@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, AimdOptions
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.prefill import PREFILL_CHOICES, ScoreLimits
+from balanceroute.proxy.core.prefill import PREFILL_CHOICES, ScoreSettings
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.core.setting import (
     choice,
@@ -220,6 +220,7 @@ class Machines(Times):
 def deployment_of(given: Given, deadline_s: float | None) -> SimulatedDeployment:
     """Return the deployment that is asked for; `deadline_s` as in `SimulatedDeployment`."""
     machines, aimd = given.read(Machines), given.read(AimdOptions)
+    aimd.check(given.where)
     queue_ttl_s = machines.queue_ttl_s or aimd.queue_ttl_s
     recompute = machines.recompute_us_per_token
     servers = machines.prefill_servers
@@ -235,7 +236,7 @@ def deployment_of(given: Given, deadline_s: float | None) -> SimulatedDeployment
         recompute_ns_per_token=None if recompute is None else 1e3 * recompute,
         prefill=prefill,
         prefill_choice=machines.prefill_choice,
-        score_limits=given.read(ScoreLimits),
+        scores=given.read(ScoreSettings),
         probe_limit=machines.probe_limit,
         prefiller_kv_tokens=machines.prefiller_kv_tokens,
         local_prefill_tokens=machines.local_prefill_tokens,

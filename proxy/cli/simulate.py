@@ -30,7 +30,7 @@ from balanceroute.proxy.core.admission import AimdOptions
 from balanceroute.proxy.core.config import is_outside, outside_name
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES, PolicySettings
-from balanceroute.proxy.core.prefill import ScoreLimits
+from balanceroute.proxy.core.prefill import ScoreSettings
 from balanceroute.proxy.core.setting import integer, number, settings_of, text
 from balanceroute.proxy.lab.service_levels import ServiceTargets
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
@@ -103,9 +103,9 @@ class Lateness:
     )
 
 
-DEPLOYMENT = (Machines, ScoreLimits, AimdOptions, EngineFlags)
+DEPLOYMENT = (Machines, ScoreSettings, AimdOptions, EngineFlags)
 # What they say does nothing beside others as in `serve`.
-_AS_SERVED = (ScoreLimits, AimdOptions, PolicySettings)
+_AS_SERVED = (ScoreSettings, AimdOptions, PolicySettings)
 SECTIONS = (
     SimulationPace,
     SimulatedTrace,

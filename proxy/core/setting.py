@@ -263,6 +263,22 @@ def numbers(text: str, least: float, most: float, *, metavar: str) -> tuple[floa
     return _declare(nothing, text, _all_of(check, _parse_number), "", metavar, kind="array")
 
 
+def weights(default: tuple[float, ...], text: str, *, metavar: str) -> tuple[float, ...]:
+    """Declare as many shares as the default has, which add up to 1 or less; see `integers`."""
+    shares = _all_of(partial(_number, least=0, most=1), _parse_number)
+
+    def checked(value: object) -> tuple[float, ...]:
+        found = shares(value)
+        # Tenths are rounded.
+        if len(found) != len(default) or not 0 < sum(found) < 1 + 1e-9:
+            reason = f"must be {len(default)} numbers with a sum above 0 and up to 1"
+            raise ConfigError(f"is {shown(value)}, {reason}")
+        return found
+
+    shown_default = ",".join(f"{one:g}" for one in default)
+    return _declare(default, text, checked, shown_default, metavar, kind="array")
+
+
 def table(text: str, check: Callable[[str, object], T]) -> tuple[tuple[str, T], ...]:
     """Declare a table of a file; `check` returns what a key has, given its value."""
 

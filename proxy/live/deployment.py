@@ -500,7 +500,7 @@ class Deployment:
                     PREFILL_CHOICES[config.scheduling.prefill_choice],
                     PrefillInputs(
                         random.Random(config.scheduling.seed),
-                        limits=config.scores,
+                        scores=config.scores,
                         engine_blocks=self.instances.engine_blocks,
                     ),
                 ),
@@ -575,6 +575,7 @@ class Deployment:
                 self._stages.ended,
                 self.roster.memory.tokens,
                 len(self.instances.serving()),
+                self.config.scores,
             ),
         )
         return self._environment.policy(policy)

@@ -29,6 +29,7 @@ from balanceroute.proxy.core.setting import (
     settings_of,
     switch,
     text,
+    weights,
 )
 from balanceroute.proxy.live.settings import declared
 from balanceroute.proxy.settings import Given, add_flags, read_flags
@@ -55,6 +56,7 @@ class Kinds:
     out: Path | None = file("a file")
     on: bool = switch(True, "a switch")
     off: bool = flag("a flag")
+    shares: tuple[float, ...] = weights((0.25, 0.5), "shares", metavar="A,B")
 
 
 ALL: list[type] = [
@@ -92,6 +94,7 @@ def test_words_of_the_command_line_become_values() -> None:
         off=True,
     )
     assert of_words("--limit", "none").limit is None
+    assert of_words("--shares", "0.1,0.9").shares == (0.1, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,9 @@ def test_words_of_the_command_line_become_values() -> None:
         ("--bound=", "--bound is '', must be a number"),
         ("--share=nan", "--share is nan, must be from 0 to 1"),
         ("--name=", "--name is '', must be a text"),
+        ("--shares=1", "--shares is '1', must be 2 numbers with a sum above 0 and up to 1"),
+        ("--shares=0,0", "--shares is '0,0', must be 2 numbers with a sum above 0 and up to 1"),
+        ("--shares=1,nan", "--shares is nan, must be from 0 to 1"),
     ],
 )
 def test_a_bad_word_is_refused_with_its_flag(words: str, message: str) -> None:

@@ -6,6 +6,7 @@ because only the driver can reject one. A rule is a class here and a line in the
 """
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import exp, inf
@@ -16,7 +17,7 @@ from msgspec import Struct
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import Ticket
-from balanceroute.proxy.core.setting import choice, integer, number, words
+from balanceroute.proxy.core.setting import choice, integer, number, seconds, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +296,7 @@ POST_4 = AimdSettings(
 
 # The settings.
 
-_PRESETS: dict[str, AimdSettings | None] = {"off": None, "post5": POST_5, "post4": POST_4}
+_PRESETS = {"post5": POST_5, "post4": POST_4}
 # Of a request before prefill: with the limit half of the target, and what `post4` goes with.
 _TIMEOUT_SHARE = 0.5
 _POST_4_TIMEOUT_S = 30.0
@@ -309,7 +310,7 @@ class AimdOptions:
         "off",
         "limit the requests in flight per open rank, prefill and pool included, and move the limit "
         "by the p99 time to first token: post5 multiplies, post4 subtracts",
-        words(_PRESETS),
+        words(("off", *_PRESETS)),
     )
     aimd_ttft_s: float = number(2.0, "target of the p99 time to first token", 0.001, 1e6)
     aimd_tpot_ms: float | None = number(
@@ -331,23 +332,84 @@ class AimdOptions:
         shown_default="256; 128 with post4",
         word="auto",
     )
+    aimd_first: int | None = integer(
+        None, "the first limit", 1, 10**6, shown_default="64, or the nearest allowed", word="auto"
+    )
+    aimd_tick_s: float = seconds(5.0, "between two changes of the limit", 0.1, 600)
+    aimd_window_s: float | None = number(
+        None,
+        "how far back the percentiles look",
+        0.1,
+        600,
+        shown_default="10; 30 with post4",
+        word="auto",
+        metavar="S",
+    )
+    aimd_band: float = number(
+        0.2, "how far from its target a percentile moves nothing, as a share of it", 0, 0.99
+    )
+    aimd_cooldown: int = integer(3, "ticks without a change after a decrease", 0, 1000)
+    aimd_factor: float | None = number(
+        None,
+        "by what a decrease multiplies the limit",
+        0.01,
+        1,
+        shown_default="0.75; 1 with post4",
+        word="auto",
+    )
+    aimd_step: int | None = integer(
+        None,
+        "what a decrease takes off besides",
+        0,
+        10**6,
+        shown_default="0; 4 with post4",
+        word="auto",
+    )
 
     @property
     def settings(self) -> AimdSettings | None:
-        """The controller's settings; None without a limit."""
+        """The controller's settings, which `check` has passed; None without a limit."""
+        return None if self.aimd == "off" else self._controller()
+
+    def check(self, where: Callable[[str], str]) -> None:
+        """Check the settings that depend on each other.
+
+        Args:
+            where: Returns what to call a setting.
+
+        Raises:
+            ConfigError: Two of them exclude each other.
+        """
+        low, high = self.aimd_min, self.aimd_max
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"{where('aimd_min')} is {low}, beyond --aimd-max ({high})")
+        if self.aimd == "off":
+            return
+        moved = self._controller()
+        if self.aimd_first not in (None, moved.cap_initial):
+            allowed = f"from {moved.cap_min} (--aimd-min) to {moved.cap_max} (--aimd-max)"
+            raise ConfigError(f"{where('aimd_first')} is {self.aimd_first}, must be {allowed}")
+        if moved.factor == 1 and moved.step_down == 0:
+            reason = "a decrease would change nothing: give an --aimd-step above 0 too"
+            raise ConfigError(f"{where('aimd_factor')} is 1, and {reason}")
+
+    def _controller(self) -> AimdSettings:
         preset = _PRESETS[self.aimd]
-        if preset is None:
-            return None
         low = self.aimd_min or min(preset.cap_min, self.aimd_max or preset.cap_min)
         high = self.aimd_max or max(preset.cap_max, low)
-        tpot_ms = self.aimd_tpot_ms
-        return replace(
-            preset,
+        tpot_ms, window_s = self.aimd_tpot_ms, self.aimd_window_s
+        return AimdSettings(
             target_ns=round(1e9 * self.aimd_ttft_s),
             tpot_target_ns=None if tpot_ms is None else round(1e6 * tpot_ms),
+            window_ns=preset.window_ns if window_s is None else round(1e9 * window_s),
+            tick_ns=round(1e9 * self.aimd_tick_s),
+            band=self.aimd_band,
+            cooldown_ticks=self.aimd_cooldown,
             cap_min=low,
             cap_max=high,
-            cap_initial=min(max(preset.cap_initial, low), high),
+            cap_initial=min(max(self.aimd_first or preset.cap_initial, low), high),
+            factor=self.aimd_factor or preset.factor,
+            step_down=preset.step_down if self.aimd_step is None else self.aimd_step,
         )
 
     @property

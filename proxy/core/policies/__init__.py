@@ -48,12 +48,8 @@ from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
 from balanceroute.proxy.core.policies.stage_2 import choose_subsets, choose_subsets_of_largest
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings, ignore_stage
 from balanceroute.proxy.core.policies.within_peak import WithinPeak
-from balanceroute.proxy.core.prefill.choices import (
-    Scores,
-    s1_enhanced,
-    s2_dynamic_waiting,
-    s2_enhanced,
-)
+from balanceroute.proxy.core.prefill import ScoreSettings
+from balanceroute.proxy.core.prefill.choices import SCORES
 from balanceroute.proxy.core.projection import Form, Projection, Weights
 from balanceroute.proxy.core.ranks import Assignment, Fleet, Policy
 from balanceroute.proxy.core.setting import check_ranges, choice, integer, named, number, switch
@@ -238,6 +234,7 @@ class PolicyInputs:
     rank_kv_tokens: int | None = None  # KV tokens that fit on a rank; None for no limit.
     # The ranks that are not removed, of which parameters are multiples; None for all.
     serving: int | None = None
+    scores: ScoreSettings = ScoreSettings()  # For policies by a score.
 
     @property
     def fleet_size(self) -> int:
@@ -304,8 +301,8 @@ def _early(choose: Callable[[Fleet, PoolEntry], int | None]) -> Policy:
     return OldestFirst(choose, slots_beyond_batch=None)
 
 
-def _scored(scores: Scores, inputs: PolicyInputs) -> Policy:
-    return _early(ScoredRank(scores, inputs.rng, inputs.batch_limit))
+def _scored(name: str, inputs: PolicyInputs) -> Policy:
+    return _early(ScoredRank(SCORES[name](inputs.scores), inputs.rng, inputs.batch_limit))
 
 
 POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
@@ -326,9 +323,9 @@ POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
     "smg-least-load": lambda inputs: LeastCharged(
         queued_s, pressure=kv_pressure(inputs.rank_kv_tokens)
     ),
-    "s1-enhanced": lambda inputs: _scored(s1_enhanced, inputs),
-    "s2-enhanced": lambda inputs: _scored(s2_enhanced, inputs),
-    "s2-dynamic-waiting": lambda inputs: _scored(s2_dynamic_waiting, inputs),
+    "s1-enhanced": lambda inputs: _scored("s1-enhanced", inputs),
+    "s2-enhanced": lambda inputs: _scored("s2-enhanced", inputs),
+    "s2-dynamic-waiting": lambda inputs: _scored("s2-dynamic-waiting", inputs),
     "llmd-token-load": lambda inputs: LeastCharged(bucket_tokens, predictor=inputs.predictor),
 }
 

@@ -25,9 +25,10 @@ from balanceroute.proxy.core.prefill.budgets import (
     PrefillInputs,
     PrefillRequest,
     PrefillView,
-    ScoreLimits,
+    ScoreSettings,
 )
 from balanceroute.proxy.core.prefill.choices import (
+    SCORES,
     CacheAware,
     FewestTokens,
     LeastConn,
@@ -38,9 +39,6 @@ from balanceroute.proxy.core.prefill.choices import (
     RandomOne,
     Scored,
     Sticky,
-    s1_enhanced,
-    s2_dynamic_waiting,
-    s2_enhanced,
 )
 
 __all__ = [
@@ -55,7 +53,7 @@ __all__ = [
     "PrefillRequest",
     "PrefillView",
     "Prefillers",
-    "ScoreLimits",
+    "ScoreSettings",
 ]
 
 PREFILL_CHOICES: dict[str, Callable[[PrefillInputs], PrefillChoice]] = {
@@ -64,9 +62,9 @@ PREFILL_CHOICES: dict[str, Callable[[PrefillInputs], PrefillChoice]] = {
     "round-robin": lambda _: PrefillRoundRobin(),
     "random": lambda inputs: RandomOne(inputs.rng),
     "power-of-two": lambda inputs: PrefillPowerOfTwo(inputs.rng),
-    "s1-enhanced": lambda inputs: Scored(s1_enhanced, inputs),
-    "s2-enhanced": lambda inputs: Scored(s2_enhanced, inputs),
-    "s2-dynamic-waiting": lambda inputs: Scored(s2_dynamic_waiting, inputs),
+    "s1-enhanced": lambda inputs: Scored("s1-enhanced", inputs),
+    "s2-enhanced": lambda inputs: Scored("s2-enhanced", inputs),
+    "s2-dynamic-waiting": lambda inputs: Scored("s2-dynamic-waiting", inputs),
     "prefix-aware": lambda inputs: PrefixAware(inputs.index_blocks, inputs.engine_blocks),
     "sticky": lambda _: Sticky(),
     "cache-aware": lambda inputs: CacheAware(inputs.index_blocks),
@@ -74,7 +72,7 @@ PREFILL_CHOICES: dict[str, Callable[[PrefillInputs], PrefillChoice]] = {
 }
 
 # The choices that use what was scraped of the prefillers.
-USING_LOADS = frozenset({"s1-enhanced", "s2-enhanced", "s2-dynamic-waiting"})
+USING_LOADS = frozenset(SCORES)
 # The choices that use the blocks of prompts.
 USING_BLOCKS = frozenset({"prefix-aware", "sticky", "cache-aware", "lmetric"})
 # The choices that use what prefillers tell of their caches.

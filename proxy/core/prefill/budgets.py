@@ -24,7 +24,7 @@ from balanceroute.proxy.core.events import (
     RequestId,
     Ticket,
 )
-from balanceroute.proxy.core.setting import integer, number
+from balanceroute.proxy.core.setting import integer, number, weights
 from balanceroute.proxy.core.warm_up import WarmUp, allowed
 
 if TYPE_CHECKING:
@@ -88,9 +88,25 @@ class PrefillChoice(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreLimits:
-    """Which prefillers are scored at all. None is no limit."""
+class ScoreSettings:
+    """What scores are made of, and which prefillers are scored at all. None is no limit."""
 
+    # As the source suggests.
+    s1_weights: tuple[float, ...] = weights(
+        (0.1, 0.9),
+        "what waiting requests and KV cache use weigh in s1-enhanced's score",
+        metavar="A,B",
+    )
+    s2_weights: tuple[float, ...] = weights(
+        (0.5, 0.5, 0.0),
+        "likewise in s2-enhanced's, with running requests",
+        metavar="A,B,G",
+    )
+    s2_dynamic_weights: tuple[float, ...] = weights(
+        (0.4, 0.3, 0.3),
+        "likewise in s2-dynamic-waiting's, where they shift with the requests that wait",
+        metavar="A,B,G",
+    )
     prefill_waiting_limit: int | None = integer(
         None,
         "with a --prefill-choice by score, requests that may wait on a prefiller",
@@ -117,7 +133,7 @@ class PrefillInputs:
 
     rng: "random.Random"  # Seeded generator for the randomised ones.
     index_blocks: int = 1 << 20  # Blocks of prompts that are remembered of each prefiller.
-    limits: ScoreLimits = ScoreLimits()  # For choices by a score.
+    scores: ScoreSettings = ScoreSettings()  # For choices by a score.
     # What the prefillers report of their caches; None if the proxy does not listen.
     engine_blocks: "EngineBlocks | None" = None
 

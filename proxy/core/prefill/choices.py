@@ -5,6 +5,7 @@ The first is `fewest-tokens`: the prefiller that holds the fewest KV tokens.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil, exp, log, log2, tanh
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from balanceroute.proxy.core.prefill.budgets import (
     PrefillInputs,
     PrefillRequest,
     PrefillView,
+    ScoreSettings,
     Turns,
 )
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
@@ -51,46 +53,46 @@ if TYPE_CHECKING:
 Scores = Callable[[Sequence[EngineLoad]], list[float]]
 Values = Sequence[float]
 
-# Weights of waiting, KV cache and running requests, as the source suggests.
-_S1_WEIGHTS = (0.1, 0.9)
-_S2_WEIGHTS = (0.5, 0.5, 0.0)
-_DYNAMIC_WEIGHTS = (0.4, 0.3, 0.3)
 _TRANSITION_POINT = 30.0
 _LEAST_DEVIATION = 1e-6
 
 
-def s1_enhanced(loads: Sequence[EngineLoad]) -> list[float]:
+def s1_enhanced(weights: Values, loads: Sequence[EngineLoad]) -> list[float]:
     """Return the scores by waiting requests and KV cache use, each in [0, 1]."""
-    return _weighted(_S1_WEIGHTS, (minmax(_waiting(loads)), precise_cache(_kv_usage(loads))))
+    return _weighted(weights, (minmax(_waiting(loads)), precise_cache(_kv_usage(loads))))
 
 
-def s2_enhanced(loads: Sequence[EngineLoad]) -> list[float]:
+def s2_enhanced(weights: Values, loads: Sequence[EngineLoad]) -> list[float]:
     """Return the scores by waiting requests, KV cache use and running requests, each in [0, 1]."""
     normalised = (
         minmax(_waiting(loads)),
         precise_cache(_kv_usage(loads)),
         precise_running([load.running for load in loads]),
     )
-    return _weighted(_S2_WEIGHTS, normalised)
+    return _weighted(weights, normalised)
 
 
-def s2_dynamic_waiting(loads: Sequence[EngineLoad]) -> list[float]:
+def s2_dynamic_waiting(weights: Values, loads: Sequence[EngineLoad]) -> list[float]:
     """Return the same, where waiting requests weigh more the more there are."""
     waiting = _waiting(loads)
     intensity = tanh(max(waiting) / _TRANSITION_POINT)
-    w_a, w_b, w_g = _DYNAMIC_WEIGHTS
-    weights = (
-        w_a * (0.1 + 2.4 * intensity),
-        w_b * (1.5 - 1.1 * intensity),
-        w_g * (1.4 - 0.8 * intensity),
-    )
-    scale = sum(_DYNAMIC_WEIGHTS) / sum(weights)
+    factors = (0.1 + 2.4 * intensity, 1.5 - 1.1 * intensity, 1.4 - 0.8 * intensity)
+    shifted = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+    scale = sum(weights) / sum(shifted)
     normalised = (
         adaptive_waiting(waiting),
         adaptive_cache(_kv_usage(loads)),
         adaptive([load.running for load in loads]),
     )
-    return _weighted([scale * weight for weight in weights], normalised)
+    return _weighted([scale * weight for weight in shifted], normalised)
+
+
+SCORES: dict[str, Callable[[ScoreSettings], Scores]] = {
+    "s1-enhanced": lambda settings: partial(s1_enhanced, settings.s1_weights),
+    "s2-enhanced": lambda settings: partial(s2_enhanced, settings.s2_weights),
+    "s2-dynamic-waiting": lambda settings: partial(s2_dynamic_waiting, settings.s2_dynamic_weights),
+}
+"""By the names of prefill choices and policies."""
 
 
 def minmax(values: Values) -> list[float]:
@@ -443,15 +445,15 @@ class Scored:
     """A candidate drawn by its score.
 
     Args:
-        scores: The score of each member.
-        inputs: Their generator and limits.
+        name: Of the scores.
+        inputs: Their weights, generator and limits.
     """
 
-    def __init__(self, scores: Scores, inputs: PrefillInputs) -> None:
+    def __init__(self, name: str, inputs: PrefillInputs) -> None:
         self.observer = self._observe
-        self._scores = scores
+        self._scores = SCORES[name](inputs.scores)
         self._rng = inputs.rng
-        self._limits = inputs.limits
+        self._limits = inputs.scores
         self._turns = Turns()
         self._scraped: dict[PrefillerId, EngineLoad] = {}
         # Since the last scrape of each: requests begun less those ended, and requests given.

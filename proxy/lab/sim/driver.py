@@ -56,7 +56,7 @@ from balanceroute.proxy.core.prefill import (
     USING_LOADS,
     FewestTokens,
     MakePrefillChoice,
-    ScoreLimits,
+    ScoreSettings,
 )
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.rank_memory import RankMemory
@@ -225,7 +225,7 @@ class SimulatedDeployment:
     prefill: PrefillModel | None = None  # The prefill servers; None prefills at once.
     # A name of `PREFILL_CHOICES`: which server takes a request.
     prefill_choice: str = "fewest-tokens"
-    score_limits: ScoreLimits = ScoreLimits()  # For choices by a score.
+    scores: ScoreSettings = ScoreSettings()  # For choices by a score.
     # Time between two scrapes of the servers, for choices by their metrics.
     scrape_ns: int = 1_000_000_000
     # Prefills on a server at a time, also those that wait there; None for no limit.

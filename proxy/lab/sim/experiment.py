@@ -261,6 +261,7 @@ def make_simulation(
         random.Random(seed),
         predictor,
         rank_kv_tokens=deployment.rank_kv_tokens,
+        scores=deployment.scores,
     )
     return Simulation(
         deployment,
@@ -270,7 +271,7 @@ def make_simulation(
         service=service,
         prefill_choice=partial(
             PREFILL_CHOICES[deployment.prefill_choice],
-            PrefillInputs(random.Random(f"{seed}/prefill"), limits=deployment.score_limits),
+            PrefillInputs(random.Random(f"{seed}/prefill"), scores=deployment.scores),
         ),
         on_finished=on_finished,
         clock_ns=clock_ns,

@@ -14,7 +14,7 @@ from balanceroute.proxy.core.admission import AimdOptions
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.core.prefill import ScoreLimits
+from balanceroute.proxy.core.prefill import ScoreSettings
 from balanceroute.proxy.core.ranks import repeated
 from balanceroute.proxy.core.setting import settings_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
@@ -77,7 +77,7 @@ class ProxyConfig:
     admission: AdmissionSettings
     scheduling: SchedulingSettings
     scheduler: SchedulerConfig  # The limits of its queues; see `scheduler_config` for the whole.
-    scores: ScoreLimits
+    scores: ScoreSettings
     policies: PolicySettings
     times: TimeLimits
     aimd: AimdOptions

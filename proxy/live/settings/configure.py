@@ -16,7 +16,7 @@ from balanceroute.proxy.core.admission import EXPECTING, AimdOptions
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.core.prefill import USING_EVENTS, ScoreLimits
+from balanceroute.proxy.core.prefill import USING_EVENTS, ScoreSettings
 from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.engines.scrape import ScrapeSettings
@@ -174,7 +174,7 @@ def _configured(
         admission=given.read(AdmissionSettings),
         scheduling=scheduling,
         scheduler=given.read(SchedulerConfig, ranks=1, batch_limit=scheduling.batch),
-        scores=given.read(ScoreLimits),
+        scores=given.read(ScoreSettings),
         policies=policies,
         times=times,
         aimd=aimd,
@@ -468,9 +468,7 @@ def _check_scheduling(
 
 def _aimd(given: Given) -> AimdOptions:
     aimd = given.read(AimdOptions)
-    low, high = aimd.aimd_min, aimd.aimd_max
-    if low is not None and high is not None and low > high:
-        raise ConfigError(f"{given.where('aimd_min')} is {low}, beyond --aimd-max ({high})")
+    aimd.check(given.where)
     return aimd
 
 

@@ -14,7 +14,7 @@ from balanceroute.proxy.core.admission import ADMISSIONS, AimdOptions
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.core.prefill import ScoreLimits
+from balanceroute.proxy.core.prefill import ScoreSettings
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.core.setting import (
     choice,
@@ -512,7 +512,7 @@ HEADINGS: dict[str, tuple[type, ...]] = {
     "replicas": (LeaderSettings,),
     "listening": (ListeningSettings, Http3Settings, GatewaySettings),
     "admission": (AdmissionSettings, AimdOptions),
-    "scheduling": (SchedulingSettings, SchedulerConfig, LegRules, ScoreLimits),
+    "scheduling": (SchedulingSettings, SchedulerConfig, LegRules, ScoreSettings),
     "policies": (PolicySettings,),
     "time limits": (TimeLimits, LegTimes),
     "failures": (LegRetries, HealthSettings, ScrapeSettings),

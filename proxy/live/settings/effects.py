@@ -6,6 +6,7 @@ What contradicts another setting is refused where the configuration is made.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -18,8 +19,12 @@ from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.topologies import CONNECTORS, KvFlow
 
 _DEADLINE_ORDERS, _LEVEL_ORDERS = frozenset({"edf"}), frozenset({"abs", "ml"})
-_RANDOM_POLICIES = ("random", "power-of-two", "s1-enhanced", "s2-enhanced", "s2-dynamic-waiting")
-_RANDOM_CHOICES = USING_LOADS | {"random", "power-of-two"}
+_RANDOM = USING_LOADS | {"random", "power-of-two"}
+# What moves a limit.
+_MOVING = (
+    *("aimd_tpot_ms", "aimd_first", "aimd_tick_s", "aimd_window_s", "aimd_band"),
+    *("aimd_cooldown", "aimd_factor", "aimd_step"),
+)
 _BR, _LATE = ("br-0", "br-h"), ("fifo", "br-0", "br-0-bypass", "br-h")
 
 
@@ -109,8 +114,13 @@ def _predicts(config: ProxyConfig) -> bool:
 
 def _draws(config: ProxyConfig) -> bool:
     policy = config.scheduling.policy
-    random_choice = config.scheduling.prefill_choice in _RANDOM_CHOICES
-    return policy in _RANDOM_POLICIES or is_outside(policy) or random_choice
+    random_choice = config.scheduling.prefill_choice in _RANDOM
+    return policy in _RANDOM or is_outside(policy) or random_choice
+
+
+def _never_scores(rule: str, config: ProxyConfig) -> bool:
+    policy, choice = config.scheduling.policy, config.scheduling.prefill_choice
+    return rule not in (policy, choice) and not is_outside(policy)
 
 
 def _is_fixed(config: ProxyConfig) -> bool:
@@ -191,11 +201,11 @@ _TABLE = (
     ),
     # Admission.
     _Idle(
-        ("aimd_ttft_s", "aimd_tpot_ms", "aimd_min", "aimd_max"),
+        ("aimd_ttft_s", "aimd_min", "aimd_max", *_MOVING),
         "without --aimd",
         lambda c: c.aimd.aimd == "off",
     ),
-    _Idle(("aimd_tpot_ms",), "where --aimd-min and --aimd-max fix the limit", _is_fixed),
+    _Idle(_MOVING, "where --aimd-min and --aimd-max fix the limit", _is_fixed),
     _Idle(
         ("admission",),
         _NO_DEADLINES,
@@ -245,6 +255,14 @@ _TABLE = (
         ("prefill_waiting_limit", "prefill_running_limit", "prefill_share_limit"),
         "with --prefill-choice {c.scheduling.prefill_choice}, which scores no prefiller",
         lambda c: c.scheduling.prefill_choice not in USING_LOADS,
+    ),
+    *(
+        _Idle((name,), f"where nothing is chosen by {rule}", partial(_never_scores, rule))
+        for name, rule in (
+            ("s1_weights", "s1-enhanced"),
+            ("s2_weights", "s2-enhanced"),
+            ("s2_dynamic_weights", "s2-dynamic-waiting"),
+        )
     ),
     _Idle(
         ("predictor",),

@@ -23,6 +23,7 @@ from balanceroute.proxy.core.admission import (
     POST_4,
     POST_5,
     Aimd,
+    AimdOptions,
     AimdSettings,
     BoundedQueue,
     Budget,
@@ -221,6 +222,38 @@ def test_slow_first_tokens_shrink_the_limit_and_it_recovers() -> None:
         fleet.at(5 * tick)
         fleet.end(keeper)
     assert fleet.budget.cap > 20
+
+
+# First tokens after 1 s for 20 s, after 4 s for 10 s, and after 1 s again for 30 s; the target is 2 s.
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # One more at 5, 10, 15 and 20 s, a decrease at 25 s, three ticks of cooldown.
+        (AimdOptions(aimd="post5", aimd_min=1), [64, 67, 51, 51, 55]),
+        (AimdOptions(aimd="post5", aimd_min=1, aimd_first=10), [10, 13, 10, 10, 14]),
+        (AimdOptions(aimd="post5", aimd_min=1, aimd_tick_s=1.0), [64, 83, 47, 35, 39]),
+        # The change at 20 s is seen at once.
+        (AimdOptions(aimd="post5", aimd_min=1, aimd_window_s=2.0), [64, 67, 50, 50, 55]),
+        # No increase: 1 s is within the band.
+        (AimdOptions(aimd="post5", aimd_min=1, aimd_band=0.6), [64, 64, 48, 48, 48]),
+        (AimdOptions(aimd="post5", aimd_min=1, aimd_cooldown=0), [64, 67, 51, 38, 33]),
+        (AimdOptions(aimd="post5", aimd_min=1, aimd_factor=0.5), [64, 67, 34, 34, 38]),
+        (AimdOptions(aimd="post5", aimd_min=1, aimd_step=10), [64, 67, 41, 41, 45]),
+        # Decreases at 25, 45 and 65 s would be due; the window of 30 s holds 4 s until 60 s.
+        (AimdOptions(aimd="post4"), [64, 67, 64, 64, 60]),
+    ],
+)
+def test_each_number_of_the_controller_moves_the_limit(
+    options: AimdOptions, expected: list[int]
+) -> None:
+    assert options.settings is not None
+    budget, caps = Budget(options.settings), list[int]()
+    for tenth in range(601):
+        now_ns = tenth * S // 10
+        budget.first_token(4 * S if 200 <= tenth < 300 else S, now_ns)
+        budget.advance(now_ns, demand=True)
+        caps.append(budget.cap)
+    assert [caps[tenth] for tenth in (0, 199, 250, 300, 600)] == expected
 
 
 def test_a_long_pause_costs_no_time_and_changes_nothing() -> None:

@@ -30,21 +30,18 @@ from balanceroute.proxy.core.prefill import (
     Prefillers,
     PrefillInputs,
     PrefillRequest,
-    ScoreLimits,
+    ScoreSettings,
 )
 from balanceroute.proxy.core.prefill.choices import (
+    SCORES,
     PrefixAware,
     Scored,
-    Scores,
     adaptive,
     adaptive_cache,
     adaptive_waiting,
     minmax,
     precise_cache,
     precise_running,
-    s1_enhanced,
-    s2_dynamic_waiting,
-    s2_enhanced,
 )
 
 if TYPE_CHECKING:
@@ -296,6 +293,8 @@ def test_nothing_is_kept_of_requests_that_ended(new_driver: "type[Driver]") -> N
 
 
 SCORED = [PrefillerId(number) for number in range(3)]
+USUAL = ScoreSettings()
+s1_enhanced, s2_enhanced, s2_dynamic_waiting = (make(USUAL) for make in SCORES.values())
 
 
 def near(*values: float) -> object:
@@ -360,6 +359,40 @@ def test_the_cache_is_more_sensitive() -> None:
     assert adaptive([0.9, 1.1]) == near(0.3096, 0.6904)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("s1-enhanced", ScoreSettings(s1_weights=(1.0, 0.0)), (1.0, 0.0)),
+        ("s1-enhanced", ScoreSettings(s1_weights=(0.0, 1.0)), (0.0, 0.8)),
+        ("s1-enhanced", ScoreSettings(s1_weights=(0.5, 0.25)), (0.5, 0.2)),
+        ("s2-enhanced", ScoreSettings(s2_weights=(0.0, 0.0, 1.0)), (0.85, 0.05)),
+        ("s2-enhanced", ScoreSettings(s2_weights=(0.2, 0.0, 0.4)), (0.54, 0.02)),
+    ],
+)
+def test_a_score_is_the_sum_of_what_is_weighed(
+    name: str, settings: ScoreSettings, expected: tuple[float, float]
+) -> None:
+    # The first has few waiting and running requests, the second little in its cache.
+    assert SCORES[name](settings)(loads((0, 1, 0.4), (9, 8, 0.2))) == near(*expected)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_each_weight_of_the_dynamic_score_moves_it(place: int) -> None:
+    def first(weight: float) -> float:
+        weights = tuple(weight if one == place else 0.2 for one in range(3))
+        two = loads((0, 1, 0.1), (20, 9, 0.9))
+        return SCORES["s2-dynamic-waiting"](ScoreSettings(s2_dynamic_weights=weights))(two)[0]
+
+    assert first(0.0) < first(0.2) < first(0.4)
+
+
+@pytest.mark.parametrize(("weights", "chosen"), [((1.0, 0.0), 0), ((0.0, 1.0), 1)])
+def test_the_weights_decide_who_is_chosen(weights: tuple[float, float], chosen: int) -> None:
+    site = ScoredSite("s1-enhanced", ScoreSettings(s1_weights=weights))
+    site.scrape((0, 1, 0.4), (9, 8, 0.2))
+    assert site.counts(100) == {chosen: 100}
+
+
 # What the documents say otherwise.
 
 
@@ -396,14 +429,11 @@ def test_the_dynamic_score_of_two_members_is_nearly_constant(
 # The choice.
 
 
-NO_LIMITS = ScoreLimits()
-
-
 class ScoredSite:
     """One choice among two prefillers, and what they are scraped and sent."""
 
-    def __init__(self, scores: Scores, limits: ScoreLimits = NO_LIMITS) -> None:
-        self.choice = Scored(scores, PrefillInputs(random.Random(0), limits=limits))
+    def __init__(self, name: str, settings: ScoreSettings = USUAL) -> None:
+        self.choice = Scored(name, PrefillInputs(random.Random(0), scores=settings))
         self.view = Prefillers(3, choice=FewestTokens())
         self.asked = 0
 
@@ -425,20 +455,20 @@ class ScoredSite:
 
 
 def test_members_are_drawn_by_their_share_of_the_score() -> None:
-    site = ScoredSite(s1_enhanced)
+    site = ScoredSite("s1-enhanced")
     site.scrape((0, 0, 0.20), (0, 0, 0.21))
     assert site.counts()[0] == pytest.approx(0.89 * 2_000, abs=50)
 
 
 def test_before_the_first_scrape_all_are_alike_and_then_the_unknown_is_rare() -> None:
-    site = ScoredSite(s1_enhanced)
+    site = ScoredSite("s1-enhanced")
     assert site.counts()[0] == pytest.approx(1_000, abs=80)
     site.scrape((0, 0, 0.5))
     assert site.counts()[1] < 30
 
 
 def test_an_excluded_member_gets_nothing_until_the_next_scrape() -> None:
-    site = ScoredSite(s2_enhanced)
+    site = ScoredSite("s2-enhanced")
     site.scrape((0, 5, 0.2), (9, 5, 0.3))
     assert site.counts(100) == {0: 100}
     site.scrape((9, 5, 0.3), (0, 5, 0.2))
@@ -446,7 +476,7 @@ def test_an_excluded_member_gets_nothing_until_the_next_scrape() -> None:
 
 
 def test_what_was_sent_since_the_scrape_waits_there() -> None:
-    site = ScoredSite(s2_enhanced)
+    site = ScoredSite("s2-enhanced")
     site.scrape((0, 5, 0.3), (4, 5, 0.2))
     assert site.choice._load(SCORED[0]).waiting == 0
     for _ in range(6):
@@ -460,7 +490,7 @@ def test_what_was_sent_since_the_scrape_waits_there() -> None:
 
 
 def test_what_ended_since_the_scrape_runs_no_longer() -> None:
-    site = ScoredSite(s1_enhanced)
+    site = ScoredSite("s1-enhanced")
     site.choose(SCORED[:1], start=True)
     site.choose(SCORED[:1], start=True)
     site.scrape((1, 1, 0.3))
@@ -470,10 +500,10 @@ def test_what_ended_since_the_scrape_runs_no_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [ScoreLimits(prefill_waiting_limit=8), ScoreLimits(prefill_running_limit=4)]
+    "limits", [ScoreSettings(prefill_waiting_limit=8), ScoreSettings(prefill_running_limit=4)]
 )
-def test_a_member_over_a_limit_is_not_scored(limits: ScoreLimits) -> None:
-    site = ScoredSite(s1_enhanced, limits)
+def test_a_member_over_a_limit_is_not_scored(limits: ScoreSettings) -> None:
+    site = ScoredSite("s1-enhanced", limits)
     site.scrape((9, 5, 0.1), (8, 4, 0.9))
     assert site.counts(50) == {1: 50}
     # With all over it, the one with the fewest requests.
@@ -483,7 +513,7 @@ def test_a_member_over_a_limit_is_not_scored(limits: ScoreLimits) -> None:
 
 
 def test_no_member_gets_more_than_its_share_between_two_scrapes() -> None:
-    site = ScoredSite(s1_enhanced, ScoreLimits(prefill_share_limit=0.6))
+    site = ScoredSite("s1-enhanced", ScoreSettings(prefill_share_limit=0.6))
     site.scrape((0, 0, 0.20), (0, 0, 0.21))
     assert 0.5 < site.counts(200)[0] / 200 <= 0.61
     site.scrape((0, 0, 0.20), (0, 0, 0.21))

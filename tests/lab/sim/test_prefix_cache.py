@@ -10,7 +10,7 @@ from tests.extended import usually
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.core.prefill import USING_LOADS, ScoreLimits
+from balanceroute.proxy.core.prefill import USING_LOADS, ScoreSettings
 from balanceroute.proxy.lab.sim.driver import Handover, SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import (
     DecodeFleet,
@@ -104,7 +104,7 @@ def played(
     choice: str,
     requests: list[TraceRequest],
     prefillers: int = 4,
-    limits: ScoreLimits = ScoreLimits(),  # noqa: B008 - frozen.
+    limits: ScoreSettings = ScoreSettings(),  # noqa: B008 - frozen.
 ) -> RunMetrics:
     deployment = SimulatedDeployment(
         8,
@@ -114,7 +114,7 @@ def played(
         prefill=PrefillModel(prefillers, 20_000_000, 50_000.0, 10**7, BLOCK),
         probe_limit=None,
         prefill_choice=choice,
-        score_limits=limits,
+        scores=limits,
     )
     workload = Workload(requests, [], rate=1.0)
     forecast = lambda *_: NoPrediction()  # noqa: E731
@@ -170,10 +170,19 @@ def test_choices_by_score_are_told_of_the_load_by_scrapes(choice: str) -> None:
     assert scored.ttft_s_p99 < drawn.ttft_s_p99
 
 
+def test_the_weights_of_a_score_reach_the_simulated_choice() -> None:
+    requests = conversations(60, 4)
+    by_queue, by_cache = (
+        played("s1-enhanced", requests, limits=ScoreSettings(s1_weights=weights))
+        for weights in ((1.0, 0.0), (0.0, 1.0))
+    )
+    assert by_queue.ttft_s_p99 != by_cache.ttft_s_p99
+
+
 def test_a_limit_to_the_share_evens_out_what_the_scores_draw() -> None:
     requests = conversations(60, 4)
     free, limited = (
-        played("s2-enhanced", requests, limits=ScoreLimits(prefill_share_limit=share))
+        played("s2-enhanced", requests, limits=ScoreSettings(prefill_share_limit=share))
         for share in (None, 0.3)
     )
     assert limited.prefiller_peak < free.prefiller_peak

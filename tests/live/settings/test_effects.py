@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 
 LAYERWISE: dict[str, object] = {"connector": "mooncake-layerwise", "host": "10.0.0.1"}
 FIXED: dict[str, object] = {"aimd": "post5", "aimd_min": 4, "aimd_max": 4}
+WIDER: dict[str, object] = {"aimd_max": 5}
+KNOBS: dict[str, object] = {
+    "aimd_first": 4,
+    "aimd_tick_s": 1.0,
+    "aimd_window_s": 5.0,
+    "aimd_band": 0.1,
+    "aimd_cooldown": 1,
+    "aimd_factor": 0.5,
+    "aimd_step": 2,
+}
 # What does nothing, what is given beside it, and what it needs to do something.
 CASES: list[tuple[dict[str, object], dict[str, object], dict[str, object]]] = [
     ({"kv_block_tokens": 32}, {}, {"prefill_choice": "prefix-aware", "kv_events_port": 5557}),
@@ -46,6 +56,11 @@ CASES: list[tuple[dict[str, object], dict[str, object], dict[str, object]]] = [
     ({"aimd_tpot_ms": 50.0}, FIXED, {"aimd_max": 5}),
     ({"aimd_min": 40}, {}, {"aimd": "post5"}),
     ({"aimd_max": 100}, {}, {"aimd": "post5"}),
+    *(({name: value}, {}, FIXED | WIDER) for name, value in KNOBS.items()),
+    *(({name: value}, FIXED, WIDER) for name, value in KNOBS.items()),
+    ({"s1_weights": [0.2, 0.8]}, {}, {"prefill_choice": "s1-enhanced"}),
+    ({"s2_weights": [0.2, 0.8, 0]}, {}, {"policy": "s2-enhanced"}),
+    ({"s2_dynamic_weights": [0.2, 0.2, 0.2]}, {}, {"prefill_choice": "s2-dynamic-waiting"}),
     ({"admission": "early"}, {}, {"client_deadline": True}),
     ({"queue_order": "edf"}, {}, {"client_deadline": True}),
     ({"queue_order": "abs"}, {}, {"client_priority": True}),
