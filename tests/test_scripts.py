@@ -114,6 +114,31 @@ def test_an_experiment_ends_in_a_table(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "tables.md").read_text().count("\n| `") == 5
 
 
+@pytest.mark.parametrize(
+    ("family", "member", "rows"),
+    [
+        ("first-limits", "fixed_limit_64", ["64"]),
+        ("first-limits", "first_limit_4", ["4"]),
+        ("paper-tables", "paper_4", ["`random`", "`br-0`", "`br-h` survival, H = 80"]),
+        ("paper-tables", "paper_4_oracle_40", ["`br-h` oracle, H = 40"]),
+    ],
+)
+def test_a_family_ends_in_tables_of_its_rows(
+    family: str, member: str, rows: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("reproduce.simulations")
+    monkeypatch.chdir(ROOT)
+    assert member in module.FAMILIES[family]
+    monkeypatch.setitem(
+        module.EXPERIMENTS, member, f"{EXPERIMENTS[member]} --requests 900 --segments 1"
+    )
+    monkeypatch.setitem(module.FAMILIES, family, [member])
+    monkeypatch.setitem(module.TABLES, f"{family}: small", [member])
+    assert run_script(f"reproduce simulations {tmp_path} {family}") == 0
+    _, _, table = (tmp_path / "tables.md").read_text().partition(f"## {family}: small")
+    assert all(f"\n| {row} |" in table for row in rows)
+
+
 def test_the_demo_compares_policies_live_and_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,6 +432,14 @@ def test_a_claim_of_the_other_sign_fails() -> None:
     claim = module.CLAIMS[0]
     found = module.gains(claim, 1)
     assert not module.holds(module.replace(claim, sign=-claim.sign), found)
+
+
+def test_weights_of_the_scores_are_swept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_script("reproduce score-weights --seeds 1 --clients 20") == 0
+    head, _, *rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert [cell.strip(" |") for cell in head[2:]] == ["0.1, 0.9", "0.2, 0.8", "0.5, 0.5"]
+    assert [row[:2] for row in rows] == [["| 1 + 4 GPUs", "20"], ["| 5 x 1 GPU", "20"]]
+    assert all(len(set(row[2:])) == 3 for row in rows)
 
 
 def test_early_refusal_leaves_few_to_expire() -> None:

@@ -27,6 +27,7 @@ COMMANDS = {
     "reference": "reproduce.reference",
     "request-path": "reproduce.reference",
     "reservation": "reproduce.simulations",
+    "score-weights": "reproduce.prefill",
     "scores": "reproduce.prefill",
     "servegen-trace": "reproduce.simulations",
     "simulations": "reproduce.simulations",

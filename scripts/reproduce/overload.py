@@ -368,7 +368,6 @@ CONTROLLERS = (
         Setup(replace(POST_5, cap_min=1, factor=0.5), 1.0, LONG),
     ),
 )
-GUARD_CAPS = (4, 8, 16, 32, 64, 128, 256)
 
 
 def print_controllers(seed: int) -> None:
@@ -378,18 +377,6 @@ def print_controllers(seed: int) -> None:
         one = overloaded(setup, seed)
         caps = f"{one.low_cap} to {one.high_cap}" if one.low_cap < one.high_cap else one.low_cap
         print(table_row(name, caps, f"{one.p99_s:.1f} s", f"{one.tokens_per_s:.0f} tok/s"))
-
-
-def print_knee(seed: int) -> None:
-    """Print the U of the time to first token over fixed limits."""
-    rows = [(cap, overloaded(Setup(fixed(cap), 30.0, TIGHT), seed)) for cap in GUARD_CAPS]
-    print(table_head("limit per engine", *(f"{cap}" for cap, _ in rows)))
-    for name, figures in (
-        ("p99 TTFT, s", [f"{one.p99_s:.1f}" for _, one in rows]),
-        ("p95 of the whole answer, s", [f"{one.e2e_p95_s:.0f}" for _, one in rows]),
-        ("output, tok/s", [f"{one.tokens_per_s:.0f}" for _, one in rows]),
-    ):
-        print(table_row(name, *figures))
 
 
 def print_shares(seed: int) -> None:
@@ -521,8 +508,6 @@ def overload(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     print_shares(arguments.seed)
     print("\nThe controller, from 300 s to 600 s:\n")
     print_controllers(arguments.seed)
-    print("\nA fixed limit, timeout 30 s, queues of 8 and 2:\n")
-    print_knee(arguments.seed)
     print("\nFirst tokens in time, by class:\n")
     print_deadlines(arguments.seeds)
     print("\nHopeless requests refused at once, load 1.3:\n")

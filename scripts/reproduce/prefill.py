@@ -3,10 +3,10 @@
 import argparse
 import heapq
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +26,20 @@ from balanceroute.proxy.core.prefill import (
     PrefillChoice,
     PrefillInputs,
     PrefillRequest,
+    ScoreSettings,
 )
 from balanceroute.proxy.lab.sim.engines import EventLoop, PrefillModel, PrefixCache
 from balanceroute.traces import TraceRequest, write_native
-from experiment import measured, right, simulated, table_head, table_row, tabulated
+from experiment import (
+    AZURE_CONV,
+    measured,
+    requests_of,
+    right,
+    simulated,
+    table_head,
+    table_row,
+    tabulated,
+)
 from reproduce.overload import MS, Answered, Engine, Machine
 from reproduce.turns import (
     BLOCK_TOKENS,
@@ -321,6 +331,8 @@ SCRAPE_NS = 3_000 * MS
 PAUSE_NS = 100 * MS
 # Prompts and answers like those of ShareGPT: median, deviation of the logarithm, most tokens.
 PROMPT, ANSWER = (120, 1.0, 2_000), (160, 0.8, 1_000)
+Lengths = Callable[[random.Random], tuple[int, int]]
+USUAL = ScoreSettings()
 # Requests of each client, the first of which are not measured; and how many there are at least.
 ROUNDS, WARM_UP, LEAST = 10, 0.3, 1_200
 
@@ -335,6 +347,15 @@ POOLS: dict[str, Sequence[Member]] = {
 }
 
 
+def like_sharegpt(draw: random.Random) -> tuple[int, int]:
+    """Return the tokens of a prompt and of its answer."""
+    prompt, answer = (
+        min(most, max(1, round(median * draw.lognormvariate(0.0, deviation))))
+        for median, deviation, most in (PROMPT, ANSWER)
+    )
+    return prompt, answer
+
+
 @dataclass(slots=True, kw_only=True)
 class Asked(Answered):
     """One request. `client` is False for those that others send, which do not count."""
@@ -345,15 +366,31 @@ class Asked(Answered):
 
 
 class World:
-    """A pool, the clients before it, and the choice between them; a `PrefillView` of the pool."""
+    """A pool, the clients before it, and the choice between them; a `PrefillView` of the pool.
 
-    def __init__(self, members: Sequence[Member], rule: str, clients: int, seed: int) -> None:
+    Args:
+        lengths: Draws the tokens of a prompt and of its answer.
+        scores: The weights.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        rule: str,
+        clients: int,
+        seed: int,
+        *,
+        lengths: Lengths,
+        scores: ScoreSettings,
+    ) -> None:
+        self._draw = lengths
         self.loop = EventLoop()
         self.engines = [Engine[Asked](machine) for machine, _ in members]
         self.served: list[Asked] = []
         self.prefills = [0] * len(members)
         self.direct = self.held_tokens = [0] * len(members)
-        self._choice = PREFILL_CHOICES[rule](PrefillInputs(random.Random(seed)))
+        inputs = PrefillInputs(random.Random(seed), scores=scores)
+        self._choice = PREFILL_CHOICES[rule](inputs)
         self._lengths = random.Random(f"lengths/{seed}")
         self._members = [PrefillerId(number) for number in range(len(members))]
         self._background = [clients for _, clients in members]
@@ -383,10 +420,7 @@ class World:
             request = PrefillRequest(RequestId(self._left), Ticket(1), 1, self.loop.now_ns)
             place = self._choice.choose(request, self._members, self)
             self.prefills[place] += 1
-        prompt, answer = (
-            min(most, max(1, round(median * self._lengths.lognormvariate(0.0, deviation))))
-            for median, deviation, most in (PROMPT, ANSWER)
-        )
+        prompt, answer = self._draw(self._lengths)
         one = Asked(
             client=client, engine=place, sent_ns=self.loop.now_ns, prompt=prompt, answer=answer
         )
@@ -427,9 +461,17 @@ class Times:
     tpot: float
 
 
-def times_of(pool: str, rule: str, clients: int, seed: int) -> Times:
+def times_of(
+    pool: str,
+    rule: str,
+    clients: int,
+    seed: int,
+    *,
+    lengths: Lengths = like_sharegpt,
+    scores: ScoreSettings = USUAL,
+) -> Times:
     """Return the times of one run."""
-    served = World(POOLS[pool], rule, clients, seed).run()
+    served = World(POOLS[pool], rule, clients, seed, lengths=lengths, scores=scores).run()
     times = [(one, one.first_ns or 0, one.ended_ns or 0) for one in served]
     ttft = [(first_ns - one.sent_ns) / MS for one, first_ns, _ in times]
     tpot = [
@@ -473,17 +515,25 @@ CLAIMS = (
 FIGURES = ("ttft", "ttft_p99", "tpot")
 
 
-def gains(claim: Claim, seeds: int) -> dict[str, list[float]]:
+def gains(
+    claim: Claim, seeds: int, lengths: Lengths = like_sharegpt, scores: ScoreSettings = USUAL
+) -> dict[str, list[float]]:
     """Return by how many percent each figure is below that of `least-conn`, by seed."""
     found: dict[str, list[float]] = {figure: [] for figure in FIGURES}
     for seed in range(seeds):
         before, after = (
-            times_of(claim.pool, rule, claim.clients, seed) for rule in ("least-conn", claim.rule)
+            times_of(claim.pool, rule, claim.clients, seed, lengths=lengths, scores=scores)
+            for rule in ("least-conn", claim.rule)
         )
         for name in FIGURES:
             old, new = getattr(before, name), getattr(after, name)
             found[name].append(100 * (old - new) / old)
     return found
+
+
+def gain_of(values: Sequence[float]) -> str:
+    """Return the mean of the seeds and their range."""
+    return f"{np.mean(values):+.0f} % ({min(values):+.0f} to {max(values):+.0f})"
 
 
 def holds(claim: Claim, found: dict[str, list[float]]) -> bool:
@@ -513,12 +563,36 @@ def scores(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     failed = 0
     for claim in CLAIMS:
         found = gains(claim, seeds)
-        cells = [
-            f"{np.mean(found[one]):+.0f} % ({min(found[one]):+.0f} to {max(found[one]):+.0f})"
-            for one in FIGURES
-        ]
+        cells = [gain_of(found[one]) for one in FIGURES]
         verdict = "" if claim.sign == 0 else "yes" if holds(claim, found) else "NO"
         failed += verdict == "NO"
         first = (claim.pool, claim.clients, f"`{claim.rule}`", claim.told)
         print(table_row(*first, *cells, verdict), flush=True)
     return 1 if failed else 0
+
+
+WEIGHTS = ((0.1, 0.9), (0.2, 0.8), (0.5, 0.5))
+CLIENTS = (10, 20, 30, 40, 50, 100, 200, 300, 400, 500)
+
+
+def score_weights(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """What the weights of `s1-enhanced` do, on the lengths of the Azure conversation trace.
+
+    The pools and their clients are those of `scores`; lengths beyond 2,000 and 1,000 tokens are cut. At .5
+    and .5 the rule is that of `s2-enhanced`. Prints Markdown: by how much the mean time to first token is
+    shorter than with `least-conn`, in percent, the mean of the seeds and their range.
+    """
+    parser.add_argument("--seeds", type=positive, default=3, help="runs of each cell")
+    parser.add_argument("--clients", type=positive, nargs="+", default=CLIENTS)
+    arguments = parser.parse_args(words)
+    trace = requests_of(AZURE_CONV)
+
+    def lengths(draw: random.Random) -> tuple[int, int]:
+        one = draw.choice(trace)
+        return min(one.prompt_tokens, PROMPT[2]), min(one.output_tokens, ANSWER[2])
+
+    print(table_head("pool", "clients:", *(f"{a:g}, {b:g}:" for a, b in WEIGHTS)))
+    for pool, clients in product(POOLS, arguments.clients):
+        claim = Claim(pool, "s1-enhanced", clients, "")
+        found = [gains(claim, arguments.seeds, lengths, ScoreSettings(one)) for one in WEIGHTS]
+        print(table_row(pool, clients, *(gain_of(one["ttft"]) for one in found)), flush=True)

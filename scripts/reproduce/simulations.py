@@ -25,8 +25,9 @@ from balanceroute.proxy.lab.pictures import INK, empty_figure, write_pictures
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
 from balanceroute.proxy.lab.sim.workload import split
 from balanceroute.traces import TraceRequest, write_native
+from experiment import AZURE_CONV as AZURE_CONV_TRACE
 from experiment import MOONCAKE as MOONCAKE_TRACE
-from experiment import measured, requests_of, simulated, table_head, table_row, tabulated
+from experiment import Columns, measured, requests_of, simulated, table_head, table_row, tabulated
 from reproduce.turns import (
     CONVERSATIONS,
     PREFILL_BASE_MS,
@@ -145,6 +146,35 @@ def turns(prefillers: int, load: float, cache: int = TURN_CACHE_TOKENS) -> dict[
     return rules | {f"{name}_one": f"{command} {one} {times}"}
 
 
+# The paper's routers: the baselines, BR-0 and BR-H survival, and BR-H with other predictions.
+PAPER = {
+    "": "--policy random,round-robin,power-of-two,jsq,br-0,br-h --paper",
+    "_exact-match": "--policy br-h --paper --predictor exact-match",
+    "_oracle_40": "--policy br-h --paper --predictor oracle --horizon 40",
+    "_oracle": "--policy br-h --paper --predictor oracle",
+}
+PAPER_CASES = {
+    "Mooncake, G = 8": ("paper_8", SATURATED),
+    "Azure, G = 8": (
+        "paper_azure",
+        f"--trace {DERIVED}/long_answers.jsonl --batch 64 --backlog 256 --segments 2",
+    ),
+    "Mooncake, G = 4": ("paper_4", f"{MOONCAKE} --ranks 4 --batch 16 --backlog 32 --segments 12"),
+    "Mooncake, G = 16": (
+        "paper_16",
+        f"{MOONCAKE} --ranks 16 --batch 16 --backlog 128 --segments 3",
+    ),
+}
+LONG_ANSWER = 350  # Tokens.
+# What the limit on requests in flight begins with. Some three times what the ranks can do.
+FIRST_LIMITS = (4, 8, 16, 32, 64, 128, 256)
+OVERLOAD = (
+    f"{AZURE_CONV} --rate 3 --requests 6000 --segments 2 --ranks 2 --batch 64 --policy br-0 "
+    "--step-base-ms 47 --step-us-per-token 0.7 --prefill-servers 2 --prefill-us-per-token 25 "
+    "--aimd post5"
+)
+
+
 EXPERIMENTS = (
     {
         "saturated": f"{SATURATED} --policy {ALL}",
@@ -156,8 +186,6 @@ EXPERIMENTS = (
         "deadline_30": f"{SATURATED} --policy br-0,br-h --deadline 30",
         "point": f"{SATURATED} --policy br-h --projection point",
         "point_oracle": f"{SATURATED} --policy br-h --projection point --predictor oracle",
-        "paper": f"{SATURATED} --policy jsq,br-0,br-h --paper",
-        "paper_oracle": f"{SATURATED} --policy br-h --paper --predictor oracle",
         "paper_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --policy jsq,br-0,br-h --paper",
         "kv_capacity": f"{SATURATED} --kv-capacity 260000",
         "azure_conv": f"{AZURE_CONV} --backlog 64 --segments 6",
@@ -272,6 +300,16 @@ EXPERIMENTS = (
     }
     | {name: command for case in PREFIX_CASES for name, command in prefixes(*case).items()}
     | {name: command for case in TURN_CASES for name, command in turns(*case).items()}
+    | {
+        key: words
+        for name, command in PAPER_CASES.values()
+        for key, words in variants(name, command, PAPER).items()
+    }
+    | {f"fixed_limit_{n}": f"{OVERLOAD} --aimd-min {n} --aimd-max {n}" for n in FIRST_LIMITS}
+    | {
+        f"first_limit_{n}": f"{OVERLOAD} --aimd-first {n} --aimd-min 4 --aimd-max 256"
+        for n in FIRST_LIMITS
+    }
     | variants("beta_", f"{SATURATED} --policy br-h --predictor oracle --beta", (1, 8, 24, 48, 96))
     | variants(
         "gamma_", f"{SATURATED} --policy br-h --predictor oracle --gamma", (0.5, 0.7, 0.9, 1.0)
@@ -284,21 +322,32 @@ POOLS = {
     for suffix in RIVALS
 }
 
-# Experiments that share a table, one row each.
-TABLES = {
-    f"prefixes: {prefillers} prefillers, load {load}, {cache:,} tokens cached": list(
-        prefixes(prefillers, load, cache)
-    )
-    for prefillers, load, cache in PREFIX_CASES
-} | {
-    f"turns: {prefillers} prefillers, load {load}": list(turns(prefillers, load))
-    for prefillers, load in TURN_CASES
-}
+# Experiments that share a table: by its family and title, with a row for each of their results.
+TABLES = (
+    {
+        f"prefixes: {prefillers} prefillers, load {load}, {cache:,} tokens cached": list(
+            prefixes(prefillers, load, cache)
+        )
+        for prefillers, load, cache in PREFIX_CASES
+    }
+    | {
+        f"turns: {prefillers} prefillers, load {load}": list(turns(prefillers, load))
+        for prefillers, load in TURN_CASES
+    }
+    | {
+        "first-limits: controller off": [f"fixed_limit_{limit}" for limit in FIRST_LIMITS],
+        "first-limits: controller on": [f"first_limit_{limit}" for limit in FIRST_LIMITS],
+        **{
+            f"paper-tables: {title}": list(variants(name, command, PAPER))
+            for title, (name, command) in PAPER_CASES.items()
+        },
+    }
+)
 
 # Names that stand for many experiments.
 FAMILIES = {
     family: [one for name, members in TABLES.items() if name.startswith(family) for one in members]
-    for family in ("prefixes", "turns")
+    for family in ("prefixes", "turns", "first-limits", "paper-tables")
 }
 
 PREFIX_COLUMNS = (
@@ -308,6 +357,14 @@ PREFIX_COLUMNS = (
     ("TTFT p50 s", measured("ttft_s_p50", 2)),
     ("TTFT p99 s", measured("ttft_s_p99", 2)),
     ("idle %", measured("idle_fraction", 1, 100)),
+)
+LIMIT_COLUMNS = (
+    ("TTFT p50 s", measured("ttft_s_p50", 2)),
+    ("TTFT p99 s", measured("ttft_s_p99", 2)),
+    ("answer mean s", measured("latency_s_mean", 1)),
+    ("output tokens/s", measured("output_tokens_per_s", 0)),
+    ("running", measured("mean_running", 0)),
+    ("expired", measured("expired", 0)),
 )
 COLUMNS = (
     ("imbalance tokens", measured("mean_imbalance_tokens", 0)),
@@ -343,10 +400,28 @@ def pooled(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"results": rows}
 
 
-def choice_label(config: Mapping[str, Any]) -> str:
+def choice_label(config: Mapping[str, Any], _row: Mapping[str, Any]) -> str:
     """Return what a row of prefill choices is called."""
     one = config["prefill_servers"] == 1
     return f"`{'one fast prefiller' if one else config['prefill_choice']}`"
+
+
+def router_label(config: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """Return what a row of the paper's tables is called."""
+    predicts = f" {config['predictor']}, H = {config['horizon']}"
+    return f"`{row['policy']}`{predicts if row['policy'] == 'br-h' else ''}"
+
+
+# Of each family: the heading of the first column, what stands in it, and the others.
+ROWS: Mapping[str, tuple[str, Callable[..., object], Columns]] = {
+    **dict.fromkeys(("prefixes", "turns"), ("prefill choice", choice_label, PREFIX_COLUMNS)),
+    "first-limits": (
+        "first limit",
+        lambda config, _row: config["aimd_first"] or config["aimd_max"],
+        LIMIT_COLUMNS,
+    ),
+    "paper-tables": ("router", router_label, COLUMNS),
+}
 
 
 def repaired(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
@@ -389,6 +464,9 @@ def _fleet(ranks: int, slots: int) -> list[TraceRequest]:
 DERIVATIONS: Mapping[str, Callable[[], list[TraceRequest]]] = {
     "repaired.jsonl": lambda: repaired(requests_of(MOONCAKE_TRACE)),
     "conversations.jsonl": lambda: conversations(CONVERSATIONS),
+    "long_answers.jsonl": lambda: [
+        one for one in requests_of(AZURE_CONV_TRACE) if one.output_tokens >= LONG_ANSWER
+    ],
 } | {f"bootstrapped_{ranks}x{slots}.jsonl": partial(_fleet, ranks, slots) for ranks, slots in SIZES}
 
 
@@ -432,11 +510,13 @@ def simulations(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             sections.append(f"## {name}: {', '.join(members)}\n\n{table}\n")
     for name, members in TABLES.items():
         if reports.keys() >= set(members):
+            heading, label, columns = ROWS[name.partition(":")[0]]
             rows = (
-                ((choice_label(reports[member]["config"]),), reports[member]["results"][0])
+                ((label(reports[member]["config"], row),), row)
                 for member in members
+                for row in reports[member]["results"]
             )
-            table = tabulated(("prefill choice",), PREFIX_COLUMNS, rows)
+            table = tabulated((heading,), columns, rows)
             sections.append(f"## {name}\n\n{table}\n")
     (arguments.out / "tables.md").write_text("\n".join(sections), encoding="utf-8")
     return 0
