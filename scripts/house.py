@@ -95,6 +95,11 @@ MAY_IMPORT = {
         "proxy.live.settings",
     },
     "proxy.live.scaling": {"proxy.capacity", "proxy.live.frontend"},
+    "proxy.live.selection": {
+        *("proxy.core", "proxy.wire"),
+        *("proxy.live.engines", "proxy.live.frontend", "proxy.live.openai"),
+        *("proxy.live.request", "proxy.live.scheduling", "proxy.live.telemetry"),
+    },
     "proxy.live.unit_metrics": {
         *("proxy.core", "proxy.live.engines", "proxy.live.frontend"),
         *("proxy.live.scheduling", "proxy.live.telemetry"),
@@ -158,7 +163,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_650, 34),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (35_100, 113),
+    "proxy/live": (35_850, 114),
     "proxy/lab": (15_550, 55),
     "proxy/cli": (5_900, 25),
     "predictors": (3_750, 11),
@@ -168,7 +173,7 @@ BUDGET = {
     "scripts": (15_950, 43),
     "tests/support": (12_500, 43),
     # All of it.
-    "tests": (111_500, 403),
+    "tests": (111_750, 404),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

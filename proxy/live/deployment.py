@@ -655,6 +655,8 @@ class Deployment:
             _log.warning(_PULLED_LATE, extra={"fields": {"url": target.url, "count": late_pulls}})
         self.roster.scraped(target, gauges)
         others.scraped(target, gauges)
+        if (paces := self.driver.paces) is not None:
+            paces.scraped(target, gauges)
         if self.config.scheduling.prefill_choice in USING_LOADS:
             feed_loads(self.instances, self.driver.feed, target, gauges)
 

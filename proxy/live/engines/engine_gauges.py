@@ -72,6 +72,8 @@ class EngineGauges:
     block_tokens: int | None = None  # Tokens of its KV blocks; None if the page does not say.
     # Adapters that an engine may have in a batch; None if the page does not say.
     max_adapters: int | None = None
+    # Output tokens of each of `engines` since it started; without those of which the page does not say.
+    output_tokens: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ def parse_engine_gauges(page: bytes) -> EngineGauges:
         max_adapters=min(
             _counts(_info(page, _LORA, {_MOST_ADAPTERS}), _MOST_ADAPTERS), default=None
         ),
+        output_tokens=dict(_samples(page, _OUTPUT_TOKENS, largest=_MAX_COUNT)),
     )
 
 

@@ -324,11 +324,15 @@ class Decisions:
             return
         self._began(session)
         if type(action) is StartPrefill:
-            start_prefill(session, self._instances.prefillers[action.prefiller])
+            prefiller = self._instances.prefillers[action.prefiller]
+            if session.asks_itself(prefiller):
+                start_prefill(session, prefiller)
         else:
             assert isinstance(action, Admit)
             self.progress.admitted(session)
-            start_decode(session, self._instances.ranks[action.rank])
+            rank = self._instances.ranks[action.rank]
+            if session.asks_itself(rank):
+                start_decode(session, rank)
 
     def _act(self, session: "Session", action: Action) -> None:
         # Ordered by frequency. The two of every request are not found by `isinstance` or `match`: a struct's

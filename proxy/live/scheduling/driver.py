@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.urgency import Urgency
     from balanceroute.proxy.live.scheduling.progress import Progress
+    from balanceroute.proxy.live.scheduling.scraped_loads import RankPaces
     from balanceroute.proxy.live.telemetry.metrics import Metrics
     from balanceroute.proxy.wire.http1.server import Reply
 
@@ -442,6 +443,11 @@ class Arrival(Struct, frozen=True):
     reply: "Reply"
     record: "RequestRecord"  # What is known of it.
     refuse: "Callable[[Refusal], None]"  # Answers the client that it is refused.
+    # Makes the session, given its number, the driver, and by name what it is about.
+    make: "Callable[..., Session]" = Session
+    # Hashes of the prompt's blocks that its client gave, and the tokens of one; see `Ticket`.
+    blocks: tuple[int, ...] = ()
+    block_tokens: float = 0.0
 
     def ticket(self, prompt_tokens: int, context: "SessionContext") -> Ticket:
         """Return what the scheduler is to know of it; `prompt_tokens` may be an estimate."""
@@ -464,6 +470,8 @@ class Arrival(Struct, frozen=True):
             weight=self.urgency.weight,
             deadline_ns=self.urgency.deadline_ns,
             session=self.session,
+            blocks=self.blocks,
+            block_tokens=self.block_tokens,
             early_token=self.early_token,
         )
 
@@ -505,6 +513,7 @@ class Driver:
         veto: Leaves out ranks that make no tokens.
         uses_keys: Whether the keys of requests are asked for; see `prompt_keys`.
         draining: Whether new requests are refused.
+        paces: How far ranks are by their engines' own counters; None if nobody asks.
     """
 
     def __init__(
@@ -521,6 +530,7 @@ class Driver:
         self.scheduler, self.instances, self.context = scheduler, instances, context
         predictors = observers.predictors
         self.draining, self.uses_keys = False, predictors.uses_keys
+        self.paces: RankPaces | None = None
         self.forbids = settings.forbids  # See `DriverSettings`.
         self._predictors, self._admission, self._settings = predictors, admission, settings
         self.table = SessionTable(rng)  # All live requests, and their names.
@@ -609,7 +619,7 @@ class Driver:
             raise
         record.local_prefill = ticket.prefill and not result.prefill
         record.prompt_estimate, record.keys = result.prompt_tokens, result.keys
-        session = Session(
+        session = arrival.make(
             self.table.next_number(),
             self,
             ticket=result,
@@ -629,7 +639,7 @@ class Driver:
         api, body = arrival.shape.api, arrival.body
         if self.uses_keys:
             ticket = structs.replace(ticket, keys=prompt_keys(api, body))
-        if self._settings.uses_blocks:
+        if self._settings.uses_blocks and not ticket.blocks:
             blocks = self.instances.engine_blocks or self.instances.rank_blocks
             # Tokens of a block where prompts are token ids; 0 for blocks of text alone.
             tokens = 0 if blocks is None or arrival.adapter else blocks.block_tokens

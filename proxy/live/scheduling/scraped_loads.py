@@ -132,3 +132,77 @@ def feed_loads(
     for instance in instances.of(target):
         if isinstance(instance, Prefiller):
             feed(PrefillerScraped(instance.id, load))
+
+
+# How far the ranks are, for requests whose tokens this proxy does not see: by the counters of their engines.
+
+_STALE_S = 5.0  # Of what was read that long ago nothing more follows.
+_EMPTY = 3  # Readings without a request until it is believed that there is none.
+
+
+@dataclass(slots=True)
+class _Pace:
+    """One rank."""
+
+    output_tokens: float = -1.0  # As read last; negative before.
+    running: float = 0.0
+    read_s: float = 0.0
+    rounds: float = 0.0  # Made since this process began to read.
+    rounds_per_s: float = 0.0
+    empty_s: tuple[float, ...] = ()  # When the latest readings were, if they told of no request.
+
+
+class RankPaces:
+    """Counts the rounds of each rank: in a round every sequence that it runs emits one token.
+
+    Between two readings a rank goes on as it did before the last one.
+
+    Args:
+        instances: The ranks.
+        clock: The loop's time, in seconds.
+    """
+
+    def __init__(self, instances: Instances, clock: Callable[[], float]) -> None:
+        self._instances = instances
+        self._clock = clock
+        self._paces: dict[RankId, _Pace] = {}
+
+    def scraped(self, target: Target, gauges: EngineGauges) -> None:
+        """Take in a page of metrics."""
+        now_s = self._clock()
+        for rank in self._instances.of(target):
+            if not isinstance(rank, Rank):
+                continue
+            load, total = load_of(rank, gauges), _output_of(rank, gauges)
+            if load is None or total is None:
+                continue
+            pace = self._paces.setdefault(rank.id, _Pace())
+            busy = load.running + load.waiting > 0.0
+            pace.empty_s = () if busy else (*pace.empty_s[1 - _EMPTY :], now_s)
+            made, elapsed_s = total - pace.output_tokens, now_s - pace.read_s
+            if pace.output_tokens >= 0.0 and made >= 0.0 and elapsed_s > 0.0:
+                # At least what runs had a token each; requests that came and ended are not seen.
+                rounds = made / max(1.0, (pace.running + load.running) / 2)
+                pace.rounds += rounds
+                pace.rounds_per_s = rounds / elapsed_s
+            pace.output_tokens, pace.running, pace.read_s = total, load.running, now_s
+
+    def rounds(self, rank: RankId) -> float:
+        """Return how many rounds a rank has made, since it was first read; 0 if it tells nothing."""
+        pace = self._paces.get(rank)
+        if pace is None:
+            return 0.0
+        age_s = self._clock() - pace.read_s
+        return pace.rounds + pace.rounds_per_s * min(age_s, _STALE_S) * (pace.running > 0.0)
+
+    def empty_since_s(self, rank: RankId) -> float | None:
+        """Return since when a rank has no request, by three readings in a row; None if it may have one."""
+        pace = self._paces.get(rank)
+        return None if pace is None or len(pace.empty_s) < _EMPTY else pace.empty_s[0]
+
+
+def _output_of(rank: Rank, gauges: EngineGauges) -> float | None:
+    if rank.header is not None:
+        return gauges.output_tokens.get(rank.header.decode())
+    counts = gauges.output_tokens
+    return next(iter(counts.values())) if len(counts) == 1 else None
