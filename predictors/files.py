@@ -20,12 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from balanceroute.predictors import gbdt_training
 from balanceroute.predictors.base import PastRequest
 from balanceroute.predictors.exact_match import ExactMatch
-from balanceroute.predictors.gbdt import Gbdt, require_lightgbm
 from balanceroute.predictors.state import Savable, State, StateError
 from balanceroute.predictors.survival import Survival
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
@@ -47,6 +45,27 @@ class Kind:
     require: Callable[[], object] = lambda: None
 
 
+# Here, so that nobody else imports the trees.
+
+
+def _restored_gbdt(state: State) -> Savable:
+    from balanceroute.predictors.gbdt import Gbdt  # noqa: PLC0415
+
+    return Gbdt.from_state(state)
+
+
+def _trained_gbdt(past: Sequence[PastRequest], **options: Any) -> Savable:
+    from balanceroute.predictors.gbdt_training import train  # noqa: PLC0415
+
+    return train(past, **options)
+
+
+def _require_lightgbm() -> object:
+    from balanceroute.predictors.gbdt import require_lightgbm  # noqa: PLC0415
+
+    return require_lightgbm()
+
+
 KINDS = {
     "survival": Kind(
         Survival.from_state, lambda past, **_: Survival.of_past(past), untrained=Survival
@@ -54,7 +73,7 @@ KINDS = {
     "exact-match": Kind(
         ExactMatch.from_state, lambda past, **_: ExactMatch(past), untrained=ExactMatch
     ),
-    "gbdt": Kind(Gbdt.from_state, gbdt_training.train, require=require_lightgbm),
+    "gbdt": Kind(_restored_gbdt, _trained_gbdt, require=_require_lightgbm),
 }
 """By the name on the command line, which is the `kind` of their states too."""
 

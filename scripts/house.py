@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "engine_patch": set[str](),
     "topologies": set[str](),
-    "traces": set[str](),
+    "traces": {"proxy.core.errors"},
     "predictors": {"proxy.core", "traces"},
     "proxy.core": set[str](),
     "proxy.lab.pictures": {"proxy.core.errors"},
@@ -163,7 +163,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_650, 34),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (35_850, 114),
+    "proxy/live": (35_850, 115),
     "proxy/lab": (15_550, 55),
     "proxy/cli": (5_900, 25),
     "predictors": (3_750, 11),

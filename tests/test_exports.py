@@ -24,9 +24,8 @@ proxy.lab.emulate: DpMode EmulatedFleet EmulationSettings Faults Frontend Preemp
 proxy.live.connectors: BootstrapIdentity Connector MissingKv MissingKvError make_connector
 proxy.wire.http1.client: Call Endpoint ResponseHandler
 proxy.wire.http1.server: Admit Application Refuse Reply Server
-topologies: CONNECTORS Command ConnectorFacts DecodeEntry EngineOptions Engines Finding GroupEntry KvFlow MAX_RANKS
-    PortUse PrefillEntry RoleEngines Topology TopologyError added_group check_engines check_local_prefill check_options
-    did_you_mean engine_commands known_options proxy_command read_engine_list read_topology shipped_topologies
+topologies: CONNECTORS ConnectorFacts DecodeEntry Finding GroupEntry KvFlow MAX_RANKS PrefillEntry Topology
+    TopologyError added_group did_you_mean read_engine_list read_topology shipped_topologies
 traces: FORMATS TraceError TraceRequest detect_format read_mix read_names read_trace shipped_traces with_sessions
     write_native
 """

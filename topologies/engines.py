@@ -48,7 +48,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from balanceroute.topologies.connector_facts import CONNECTORS
-from balanceroute.topologies.tables import Table
+from balanceroute.topologies.tables import MAX_RANKS, Table
 
 Role = Literal["prefill", "decode"]
 
@@ -58,7 +58,6 @@ DEVICES = ("cuda", "npu", "cpu")
 # supervised: one API server a rank; one process a host starts them and ends them together
 # (vLLM 0.32, entrypoints/launchers/dp_supervisor.py).
 DP_MODES = ("external", "internal", "supervised")
-MAX_RANKS = 10_000
 # The keys of the ports that one connector or another needs.
 _KV_PORT_KEYS = tuple(dict.fromkeys(facts.port_key for facts in CONNECTORS.values()))
 

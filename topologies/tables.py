@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal, TypeGuard
 
 MAX_PORT = 65_535
+MAX_RANKS = 10_000
 # The most known keys or values that a message lists.
 _LISTED = 16
 _HOST = re.compile(r"[A-Za-z0-9_.:-]{1,253}")

@@ -35,11 +35,20 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from balanceroute.topologies.connector_facts import CONNECTORS, KvFlow
-from balanceroute.topologies.engines import MAX_RANKS, Engines, read_engines
-from balanceroute.topologies.placement import bracketed, place
-from balanceroute.topologies.tables import MAX_PORT, Table, TopologyError, did_you_mean, is_integer
+from balanceroute.topologies.tables import (
+    MAX_PORT,
+    MAX_RANKS,
+    Table,
+    TopologyError,
+    did_you_mean,
+    is_integer,
+)
+
+if TYPE_CHECKING:
+    from balanceroute.topologies.engines import Engines
 
 # The engines that a topology names by their addresses: `[[prefill]]` and `[[decode]]`.
 
@@ -232,7 +241,7 @@ class Topology:
     prefill: tuple[PrefillEntry, ...]
     decode: tuple[DecodeEntry, ...]
     proxy: Mapping[str, object]  # The `[proxy]` table, and what follows from the engines.
-    engines: Engines | None  # How to start the engines; None if the file has no such table.
+    engines: "Engines | None"  # How to start the engines; None if the file has no such table.
     # The `[emulation]` table as it is; None if the engines are real.
     emulation: Mapping[str, object] | None
     # The `[[model]]` tables; then it has no engines of its own.
@@ -340,6 +349,8 @@ def _topology(path: Path, document: dict[str, object]) -> Topology:
     proxy = table.mapping("proxy") or MappingProxyType({})
     engines = None
     if "engines" in table:
+        from balanceroute.topologies.engines import read_engines  # noqa: PLC0415
+
         engines = read_engines(table, connector)
         prefill, decode = _addresses(table, engines, prefill, decode)
         proxy = MappingProxyType({**_follows(engines), **proxy})
@@ -387,7 +398,7 @@ def _with_groups(path: Path, name: str, table: Table) -> Topology:
 
 def _addresses(
     table: Table,
-    engines: Engines,
+    engines: "Engines",
     prefill: tuple[PrefillEntry, ...],
     decode: tuple[DecodeEntry, ...],
 ) -> tuple[tuple[PrefillEntry, ...], tuple[DecodeEntry, ...]]:
@@ -396,6 +407,8 @@ def _addresses(
     Raises:
         TopologyError: The file has other addresses, or a port is out of range.
     """
+    from balanceroute.topologies.placement import bracketed, place  # noqa: PLC0415
+
     following: dict[str, list[PrefillEntry | DecodeEntry]] = {"prefill": [], "decode": []}
     for process in place(engines):
         role = process.role
@@ -422,7 +435,7 @@ def _addresses(
     )
 
 
-def _follows(engines: Engines) -> dict[str, object]:
+def _follows(engines: "Engines") -> dict[str, object]:
     """Return the proxy's settings that follow from those of the engines."""
     lease = {} if engines.lease_s is None else {"lease_s": engines.lease_s}
     return {"batch": engines.decode.max_num_seqs, **lease}

@@ -17,6 +17,8 @@ from decimal import ROUND_HALF_EVEN, Context, Decimal
 from io import BufferedReader
 from pathlib import Path
 
+from balanceroute.proxy.core.errors import BalanceRouteError
+
 # One request of a trace, and the error of a trace that cannot be read.
 #
 # A record has what the engine needs, independent of the file's format: the arrival in nanoseconds
@@ -28,7 +30,7 @@ MAX_LEVEL = 2**31 - 1
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6
 
 
-class TraceError(ValueError):
+class TraceError(BalanceRouteError, ValueError):
     """A trace that cannot be read.
 
     Attributes:

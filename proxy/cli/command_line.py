@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.topologies import TopologyError, did_you_mean
-from balanceroute.traces import TraceError
 
 # The parser of every command: help of a screen, faults in one line, and a word on what may have been meant.
 
@@ -227,7 +226,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     chosen = make_parser(wanted).parse_args(words, argparse.Namespace(words=tuple(words)))
     try:
         status: int = chosen.run(chosen)
-    except (BalanceRouteError, TopologyError, TraceError, OSError) as error:
+    except (BalanceRouteError, TopologyError, OSError) as error:
         print(f"balanceroute: {_words(error)}", file=sys.stderr)  # noqa: T201 - the command line's answer.
         return 2
     return status

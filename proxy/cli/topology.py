@@ -18,24 +18,21 @@ from balanceroute.proxy.live.engines.engine_facts import doubts
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.page_client import PageClient
-from balanceroute.topologies import (
-    Command,
-    Finding,
+from balanceroute.topologies import Finding, did_you_mean, read_topology
+from balanceroute.topologies.checks import (
     PortUse,
     check_engines,
     check_local_prefill,
     check_options,
-    did_you_mean,
-    engine_commands,
     known_options,
-    proxy_command,
-    read_topology,
 )
+from balanceroute.topologies.commands import Command, engine_commands, proxy_command
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.engine_url import EngineUrl
     from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.topologies import Engines, Topology
+    from balanceroute.topologies import Topology
+    from balanceroute.topologies.engines import Engines
 
 
 # The parser of an installed vLLM, asked whether it takes the commands of a topology.

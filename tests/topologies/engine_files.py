@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from balanceroute.topologies import Engines, Topology, read_topology
+from balanceroute.topologies import Topology, read_topology
+from balanceroute.topologies.engines import Engines
 
 TOP = """
 name = "small"

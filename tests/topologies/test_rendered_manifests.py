@@ -18,7 +18,8 @@ from tests.support.certificate import CERT, KEY
 
 from balanceroute.proxy.live.discovery.kubernetes import ROLE_LABEL
 from balanceroute.proxy.live.settings.configure import make_config
-from balanceroute.topologies import engine_commands, read_topology
+from balanceroute.topologies import read_topology
+from balanceroute.topologies.commands import engine_commands
 
 DEPLOY = Path(__file__).parents[2] / "topologies" / "deploy"
 CHART = DEPLOY / "helm"

@@ -19,10 +19,7 @@ from balanceroute.proxy.live.connectors import METASERVER_PATH
 from balanceroute.proxy.live.frontend.groups import (
     MODEL_HEADER,
     Asking,
-    FallBack,
-    UnknownTaskError,
     deny_model,
-    make_aliases,
     refuse_unlisted,
     unknown_alone,
     unknown_model,
@@ -90,7 +87,8 @@ from balanceroute.proxy.wire.http1.heads import RequestHead, encode_fields
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.frontend.groups import Alias, Group, Groups
+    from balanceroute.proxy.live.frontend.aliases import Alias
+    from balanceroute.proxy.live.frontend.groups import Group, Groups
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.pump import Pump
@@ -278,7 +276,11 @@ class Gateway:
         tracer: "Tracer | None",
     ) -> None:
         self._groups = groups
-        self._aliases = make_aliases(config.aliases, groups, groups.context.clock)
+        self._aliases: Mapping[str, Alias] = {}
+        if config.aliases:
+            from balanceroute.proxy.live.frontend.aliases import make_aliases  # noqa: PLC0415
+
+            self._aliases = make_aliases(config.aliases, groups, groups.context.clock)
         self._page_of_metrics = page_of_metrics
         # What pickers read, which needs no key; None where the settings want none.
         self.page_of_unit: Callable[[], bytes] | None = None
@@ -538,7 +540,7 @@ class Gateway:
         elif suspects.prompts and suspects.refuses(suspects.of(api.value, body)):
             self.refusals.suspected(reply, record)
         elif shape.model in self._aliases:
-            self._choose(asking, self._aliases[shape.model])
+            self._aliases[shape.model].answer(asking, self._submit)
         else:
             group = self._groups.find(shape.model)
             if group is None:
@@ -548,27 +550,6 @@ class Gateway:
             else:
                 self._submit(asking, group)
         body.forget_values()
-
-    def _choose(self, asking: Asking, alias: "Alias") -> None:
-        """Give a request to one of an alias's groups, or refuse it."""
-        record = asking.record
-        record.alias = alias.config.name
-        try:
-            record.task = alias.task(asking.headers, asking.tenant, record.endpoint)
-        except UnknownTaskError as error:
-            asking.deny(400, str(error))
-            return
-        groups = alias.choose(record.task, asking.shape)
-        if alias.config.fall_back:
-            context = self._groups.context
-            begun = FallBack(asking, groups, alias.config, self._submit, context).begin()
-        else:
-            group = next(groups, None)
-            begun = group is not None
-            if group is not None:
-                self._submit(asking.for_model(group.model), group)
-        if not begun:
-            asking.deny(503, f"no group of `{record.alias}` takes requests", retry_s=1)
 
     def _submit(self, asking: Asking, group: "Group") -> None:
         shape, headers, tenant, record = asking.shape, asking.headers, asking.tenant, asking.record

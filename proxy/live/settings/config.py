@@ -9,6 +9,7 @@ from enum import Enum
 from itertools import chain
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.admission import AimdOptions
 from balanceroute.proxy.core.config import SchedulerConfig
@@ -29,7 +30,6 @@ from balanceroute.proxy.live.request.leg_settings import (
     LegTimes,
 )
 from balanceroute.proxy.live.security import Credentials, Secret
-from balanceroute.proxy.live.settings.aliases import AliasConfig
 from balanceroute.proxy.live.settings.declared import (
     AdmissionSettings,
     DiscoverySettings,
@@ -46,6 +46,9 @@ from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.tracing import ExportSettings
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.topologies import CONNECTORS, GroupEntry, Topology
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.settings.aliases import AliasConfig
 
 _NS_PER_S = 1e9
 # Longer than any process runs.
@@ -95,7 +98,7 @@ class ProxyConfig:
     given: Mapping[str, str] = field(repr=False, compare=False)
     # The deployments if there are several; then it has no engines of its own.
     groups: "tuple[GroupConfig, ...]" = ()
-    aliases: tuple[AliasConfig, ...] = ()  # Names that stand for several of their models.
+    aliases: "tuple[AliasConfig, ...]" = ()  # Names that stand for several of their models.
 
     @property
     def deployments(self) -> "tuple[ProxyConfig, ...]":

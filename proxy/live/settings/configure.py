@@ -33,7 +33,6 @@ from balanceroute.proxy.live.security import (
     read_secrets,
     server_context,
 )
-from balanceroute.proxy.live.settings.aliases import read_aliases
 from balanceroute.proxy.live.settings.checks import base_address
 from balanceroute.proxy.live.settings.config import (
     GroupConfig,
@@ -98,6 +97,10 @@ def make_config(
         for one in topology.groups
     )
     check_apart(topology, groups)
+    if not topology.aliases:
+        return replace(whole, groups=groups)
+    from balanceroute.proxy.live.settings.aliases import read_aliases  # noqa: PLC0415
+
     return replace(whole, groups=groups, aliases=read_aliases(topology))
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 from tests.support.chaos.groups import GroupAct, draw_groups, run_seed_of_groups
 
-from balanceroute.proxy.live.frontend.groups import Groups, ModelAttempt
+from balanceroute.proxy.live.frontend.aliases import ModelAttempt
+from balanceroute.proxy.live.frontend.groups import Groups
 
 REQUESTS = 40
 
