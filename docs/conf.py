@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[1]
 PARTS = {
-    "Start": ("choosing", "deployment", "limits"),
+    "Start": ("choosing", "deployment", "kubernetes", "limits"),
     "Use": ("serving", "failures", "models", "http3"),
     "Operate": (
         "fleet",
