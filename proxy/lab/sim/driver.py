@@ -381,8 +381,8 @@ class Simulation:
     def run(self) -> Recorder:
         """Replay the whole workload; return what was measured."""
         if self._workload.open_loop:
-            for time_ns in self._workload.arrivals_ns():
-                self._loop.call_at(time_ns, self._arrive)
+            for number, time_ns in enumerate(self._workload.arrivals_ns()):
+                self.offer(RequestId(number), time_ns)
         else:
             self._loop.call_at(0, self._fill)
         if self._deployment.prefill_choice in USING_LOADS:
@@ -391,6 +391,21 @@ class Simulation:
         ended, total = self.recorder.ended, len(self._workload.requests)
         assert ended == total or self._loop.stopped, f"{ended} of {total} requests ended"
         return self.recorder
+
+    # One of several that share a clock: it is given its requests, and played instant by instant.
+
+    @property
+    def next_ns(self) -> int | None:
+        """When something happens next; None if nothing will."""
+        return self._loop.next_ns
+
+    def offer(self, request: RequestId, time_ns: int) -> None:
+        """Let a request of the workload, named by its place, arrive at a time not yet past."""
+        self._loop.call_at(time_ns, partial(self._arrive, request))
+
+    def advance(self) -> None:
+        """Play the next instant."""
+        self._loop.advance(self._settle)
 
     def stop(self) -> None:
         """End the run now, and with it the measured time."""
@@ -442,8 +457,7 @@ class Simulation:
             case _:
                 raise AssertionError(f"nothing in a simulation leads to {action}")
 
-    def _arrive(self) -> None:
-        request = RequestId(self._arrived)
+    def _arrive(self, request: RequestId) -> None:
         self._arrived += 1
         traced, now_ns = self._workload.requests[request], self._loop.now_ns
         self.recorder.arrived(request, now_ns)
@@ -497,7 +511,7 @@ class Simulation:
 
     def _arrive_next(self) -> None:
         if self._arrived < len(self._workload.requests):
-            self._arrive()
+            self._arrive(RequestId(self._arrived))
 
     def _expire(self, request: RequestId) -> None:
         now_ns = self._loop.now_ns

@@ -32,17 +32,22 @@ class EventLoop:
         """Return whether more callbacks are scheduled for this instant."""
         return bool(self._heap) and self._heap[0][0] == self.now_ns
 
-    def run(self, settle: Callable[[], None]) -> None:
-        """Run until nothing is scheduled, or it is stopped.
+    @property
+    def next_ns(self) -> int | None:
+        """The time of the next callback; None if nothing is scheduled."""
+        return self._heap[0][0] if self._heap else None
 
-        `settle` is called when all callbacks of an instant have run, and again if more were scheduled
-        for the same instant since.
-        """
+    def advance(self, settle: Callable[[], None]) -> None:
+        """Run all callbacks of the next instant, and then `settle`, which may schedule more for it."""
+        self.now_ns = self._heap[0][0]
+        while self._heap and self._heap[0][0] == self.now_ns:
+            heapq.heappop(self._heap)[2]()
+        settle()
+
+    def run(self, settle: Callable[[], None]) -> None:
+        """Advance until nothing is scheduled, or it is stopped."""
         while self._heap and not self.stopped:
-            self.now_ns = self._heap[0][0]
-            while self._heap and self._heap[0][0] == self.now_ns:
-                heapq.heappop(self._heap)[2]()
-            settle()
+            self.advance(settle)
 
 
 # What engines may do beyond one token per request and step on equal ranks.

@@ -730,3 +730,27 @@ def test_turns_that_a_trace_names_are_one_conversation_to_the_choice() -> None:
     assert len(went) == 10
     assert all(len(prefillers) == 1 for prefillers in went.values())
     assert len(set.union(*went.values())) > 2
+
+
+def test_several_simulations_can_share_a_clock() -> None:
+    """One that is given its requests and played instant by instant measures what it would alone."""
+    workload, deployment = PACES["open loop"], replace(SMALL, prefill=PREFILL)
+
+    def made() -> Simulation:
+        predictor = NoPrediction()
+        return Simulation(deployment, workload, policy_of("br-0", deployment, predictor), predictor)
+
+    alone, (one, other) = made(), (made(), made())
+    alone.run()
+    assert one.next_ns is None
+    for number, time_ns in enumerate(workload.arrivals_ns()):
+        one.offer(RequestId(number), time_ns)
+        if number % 2:
+            other.offer(RequestId(number), time_ns)
+    while due := [each for each in (one, other) if each.next_ns is not None]:
+        min(due, key=lambda each: each.next_ns or 0).advance()
+    measured = replace(one.recorder.metrics(), dispatch_us_p50=0.0, dispatch_us_p99=0.0)
+    same = replace(alone.recorder.metrics(), dispatch_us_p50=0.0, dispatch_us_p99=0.0)
+    assert measured == same
+    assert one.recorder.ended == len(workload.requests)
+    assert other.recorder.ended == len(workload.requests) // 2
