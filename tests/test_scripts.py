@@ -412,6 +412,39 @@ def test_a_hostile_tenant_with_limits_does_not_move_anothers_first_tokens() -> N
     assert attacker["rejected"] > 2 * attacker["ok"]
 
 
+def test_pickers_differ_in_what_a_lost_cell_costs() -> None:
+    module = script("reproduce.scale")
+    site = module.Site(cells=8, ranks=4, warm_s=20.0, lost_s=40.0, end_s=70.0)
+    requests = module.arrivals(site, 0)
+    found = {name: module.World(site, name, requests, 0).run() for name in module.PICKERS}
+    assert module.World(site, "random", requests, 0).run() == found["random"]
+    # An eighth of what is there is cut. Until it is noticed, the dead cell has no requests of anybody.
+    assert all(0.08 < one.cut < 0.2 for one in found.values())
+    assert found["least-load"].refused > 0.95
+    assert found["random"].refused < found["power-of-two"].refused < 0.3
+    assert 0.06 < found["random"].refused < 0.19
+    # All gateways follow the same page until the next one.
+    assert found["page"].ttft_p99_s > 1.2 * found["page-and-own"].ttft_p99_s
+    table = module.table(found).splitlines()
+    assert len(table) == len(found) + 2
+    assert len({line.count("|") for line in table}) == 1
+
+
+def test_a_cell_with_fewer_ranks_is_sent_less_by_who_looks() -> None:
+    module = script("reproduce.scale")
+    site = module.Site(8, 8, short=True, load=0.85, warm_s=25.0, lost_s=60.0, end_s=75.0)
+    requests = module.arrivals(site, 1)
+    sent = {name: module.World(site, name, requests, 1) for name in ("round-robin", "page-and-own")}
+    spread = {name: world.run().spread for name, world in sent.items()}
+    assert spread["round-robin"] > 1.25
+    assert spread["page-and-own"] < 1.2
+    # Nothing is lost on the way: who has no first token is with a cell, or comes again.
+    for world in sent.values():
+        held = sum(len(at) for at in world._at)
+        assert held == sum(sum(view.own) for view in world._gateways)
+        assert all(count >= 0 for view in world._gateways for count in view.own)
+
+
 SCORE_CLAIMS = {
     f"{one.clients}-{one.rule}-{one.told}": one
     for one in script("reproduce.prefill").CLAIMS

@@ -28,6 +28,7 @@ COMMANDS = {
     "request-path": "reproduce.reference",
     "reservation": "reproduce.simulations",
     "score-weights": "reproduce.prefill",
+    "scale": "reproduce.scale",
     "scores": "reproduce.prefill",
     "servegen-trace": "reproduce.simulations",
     "simulations": "reproduce.simulations",
