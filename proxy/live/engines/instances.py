@@ -437,6 +437,13 @@ class DpGroups:
             if rank.target != target and rank.status is not Status.REMOVED and self.of(rank) in own
         ]
 
+    def first(self, engine: Prefiller | Rank) -> Target:
+        """Return the first server of those that end with an engine."""
+        own = self.of(engine) if isinstance(engine, Rank) else None
+        if own is None:
+            return engine.target
+        return next(rank.target for rank in self._instances.ranks if self.of(rank) == own)
+
     def ended(self, eligible: Eligible | None) -> bool:
         """Return whether all ranks that can serve a request have ended with their groups; None for any."""
         ranks = [

@@ -288,6 +288,7 @@ class SingleExchange:
                     self.fingerprint,
                     self.record.request_id,
                     self._prefiller.target,
+                    self._prefiller.target,
                     self._sent_s,
                     self._owner.clock(),
                     said=said,

@@ -664,6 +664,7 @@ class Session:
                 self.fingerprint,
                 self.record.request_id,
                 engine.target,
+                self.host.group_of(engine),
                 sent_s,
                 self.context.clock(),
                 said=said,

@@ -12,7 +12,7 @@ from msgspec import Struct
 from balanceroute.proxy.core.events import Event, PrefillerId, RankId, RequestId
 from balanceroute.proxy.live.connectors import Connector, MissingKv
 from balanceroute.proxy.live.engines.engine_url import Fault
-from balanceroute.proxy.live.engines.instances import Prefiller, Target
+from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
 from balanceroute.proxy.live.openai.body import RequestBody, dump
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, SAMPLING, Api
 from balanceroute.proxy.live.telemetry.record import RequestRecord
@@ -102,6 +102,7 @@ class EngineDied(Struct, frozen=True):
     fingerprint: bytes  # Of the prompt.
     request_id: str  # Of the request.
     target: Target  # The engine.
+    group: Target  # The first decode server of those that end together; the engine itself if it stands alone.
     sent_s: float  # When it was sent the prompt, by the loop's clock.
     died_s: float  # When it was seen to be dead.
     said: bool  # Whether the engine's server lives, and says so.
@@ -161,6 +162,7 @@ class Suspects:
         self._call_later = call_later
         self.prompts: dict[bytes, _Suspect] = {}
         self._latest: dict[Target, Death] = {}
+        self._first_of: dict[Target, Death] = {}  # By group.
 
     def of(self, endpoint: str, body: "RequestBody") -> bytes:
         """Return what names a prompt: a hash of all that an engine computes of a request."""
@@ -225,8 +227,11 @@ class Suspects:
             del self.prompts[next(iter(self.prompts))]
 
     def _death(self, report: EngineDied) -> Death | None:
-        """Return which death it was; None if the engine was dead before it was sent this prompt."""
+        """Return which death it was; None if the prompt has no part in it."""
         at_s, known = report.died_s, self._latest.get(report.target)
+        first = self._first_of.get(report.group)
+        if first is not None and first.target != report.target and at_s < first.at_s + _DEAD_S:
+            return None  # It ended with that one, whatever it was sent.
         if known is not None:
             if report.sent_s < known.at_s and at_s < known.at_s + (
                 _DEAD_S if report.said else _TOGETHER_S
@@ -235,6 +240,7 @@ class Suspects:
             if report.said and at_s < known.at_s + _DEAD_S:
                 return None
         death = self._latest[report.target] = Death(report.target, at_s)
+        self._first_of[report.group] = death
         return death
 
     def _judge_soon(self, death: Death) -> None:
@@ -278,8 +284,9 @@ class Suspects:
         now_s, suspects = self._clock(), self.prompts
         while suspects and suspects[first := next(iter(suspects))].until_s <= now_s:
             del suspects[first]
-        for target in [t for t, one in self._latest.items() if one.at_s + KEPT_S <= now_s]:
-            del self._latest[target]
+        for deaths in (self._latest, self._first_of):
+            for target in [t for t, one in deaths.items() if one.at_s + KEPT_S <= now_s]:
+                del deaths[target]
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +345,9 @@ class Host(Protocol):
 
         Whoever it is counts as busy until a `RemotePrefillEnded`.
         """
+
+    def group_of(self, engine: "Prefiller | Rank") -> Target:
+        """Return what names all engines that end with one: the first of them."""
 
     def crashed(self, number: "RequestId", request_id: str, what: str, error: Exception) -> None:
         """End a session whose handling failed."""

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import Eligible
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.engines.health import Health
-    from balanceroute.proxy.live.engines.instances import Target
+    from balanceroute.proxy.live.engines.instances import Rank, Target
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.urgency import Urgency
     from balanceroute.proxy.live.scheduling.progress import Progress
@@ -733,6 +733,9 @@ class Driver:
         request = self.scheduler.requests.get(number)
         rank = None if request is None else request.rank
         return self._feedback.choose_prefiller(number, rank, other_than)
+
+    def group_of(self, engine: "Prefiller | Rank") -> "Target":
+        return self.instances.groups.first(engine)
 
     def crashed(self, number: RequestId, request_id: str, what: str, error: Exception) -> None:
         self.isolation.crashed(number, request_id, what, error)

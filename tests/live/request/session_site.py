@@ -345,6 +345,9 @@ class Site:
         chosen.hand_offs += 1
         return chosen
 
+    def group_of(self, engine: Prefiller | Rank) -> Target:
+        return engine.target
+
     def may_retry(self, leg: str, fault: Fault, *, pulled_from: PrefillerId | None = None) -> bool:
         assert is_data((leg, fault, pulled_from))
         self.budget -= 1

@@ -47,10 +47,12 @@ class Clock:
         *prompts: bytes,
         sent_s: float | None = None,
         said: bool = False,
+        group: Target | None = None,
     ) -> None:
         sent_s = self.now_s - 0.5 if sent_s is None else sent_s
         for prompt in prompts:
-            died = EngineDied(prompt, prompt.decode(), engine, sent_s, self.now_s, said)
+            name = prompt.decode()
+            died = EngineDied(prompt, name, engine, group or engine, sent_s, self.now_s, said)
             self.suspects.died(died)
 
     def refused(self, *prompts: bytes) -> list[bytes]:
@@ -72,6 +74,25 @@ def test_the_second_death_makes_a_prompt_refused_for_a_while() -> None:
     clock.wait(2.0)
     assert clock.refused(b"p") == []
     assert not clock.suspects.prompts
+
+
+def test_engines_that_end_together_are_one_death() -> None:
+    """A prompt of the one that was seen first went to another one before that ended, too."""
+    clock = Clock()
+    clock.die(A, b"p", b"q", group=A)
+    clock.wait(0.6)
+    clock.die(B, b"p", b"q", b"r", group=A, said=True, sent_s=clock.now_s - 0.5)
+    clock.die(B, b"p", group=A)
+    clock.wait()
+    assert clock.refused(b"p", b"q", b"r") == []
+    assert [clock.suspects.deaths(one) for one in (b"p", b"q", b"r")] == [1, 1, 0]
+    # Another group is another death; and so is the same one when it is back.
+    clock.die(C, b"p", group=C)
+    clock.wait(20.0)
+    assert clock.refused(b"p", b"q") == [b"p"]
+    clock.die(B, b"q", group=A)
+    clock.wait()
+    assert clock.refused(b"q") == [b"q"]
 
 
 class Sent:
