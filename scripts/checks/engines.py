@@ -13,7 +13,7 @@ from checks.agents import AgentChecks
 from checks.caches import AuditChecks, DpChecks, KvChecks, LocalityChecks
 from checks.clients import check_frameworks, check_schema
 from checks.fleet import VLLM, Checks, Fleet, Order, free_port, mooncake_fault, prepare, running
-from checks.ids import CutChecks, IdChecks, PairingChecks
+from checks.ids import CutChecks, GroupChecks, IdChecks, PairingChecks
 from checks.legs import LegChecks, PauseChecks, TokenChecks, TraceChecks
 from checks.packages import Result
 
@@ -60,7 +60,7 @@ _AGENTS = (
     "--max-model-len=4096",
     "--max-num-batched-tokens=512",
 )
-CONNECTORS = ("nixl", "mooncake", "nixl-dp", "nixl-agents")
+CONNECTORS = ("nixl", "mooncake", "nixl-dp", "nixl-agents", "nixl-groups")
 
 
 def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
@@ -85,16 +85,13 @@ def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
     model, shim = "tiny-dense", "nixl,fork"
     prefill: list[str] = []
     decode: list[list[str]] = [[], []]
+    if connector == "nixl-groups":
+        model, shim, decode = "tiny-moe", "moe-dp,nixl,fork", [*_group(), *_group()]
     if connector == "nixl-agents":
         model, prefill, decode = "tiny-thinking", [*_AGENTS], [[*_AGENTS], [*_AGENTS]]
     if connector == "nixl-dp":
         model, shim = "tiny-moe", "moe-dp,nixl,fork"
-        group = ["--data-parallel-size=2", f"--data-parallel-rpc-port={free_port()}"]
-        prefill = ["--data-parallel-size=2", "--api-server-count=1"]
-        decode = [
-            [*group, "--data-parallel-address=127.0.0.1", f"--data-parallel-rank={rank}"]
-            for rank in range(2)
-        ]
+        prefill, decode = ["--data-parallel-size=2", "--api-server-count=1"], _group()
 
     first = free_port(2)
     kv_ports = (first, first + 1) if connector == "nixl" else None
@@ -109,8 +106,18 @@ def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
 
     return [
         order("prefill-0", "kv_producer", prefill),
-        *(order(f"decode-{i}", "kv_consumer", [*decode[i], _DETAILS], **trace) for i in range(2)),
+        *(
+            order(f"decode-{i}", "kv_consumer", [*flags_of, _DETAILS], **trace)
+            for i, flags_of in enumerate(decode)
+        ),
     ], flags
+
+
+def _group() -> list[list[str]]:
+    """Return the flags of each decode server of a data-parallel group."""
+    group = ["--data-parallel-size=2", f"--data-parallel-rpc-port={free_port()}"]
+    group.append("--data-parallel-address=127.0.0.1")
+    return [[*group, f"--data-parallel-rank={rank}"] for rank in range(2)]
 
 
 def _json(connector: Mapping[str, object], role: str) -> str:
@@ -131,6 +138,8 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
         groups: list[Checks] = [DpChecks(fleet), AuditChecks(fleet)]
         if connector == "nixl-agents":
             groups = [AgentChecks(fleet, long_words=900), CutChecks(fleet)]
+        elif connector == "nixl-groups":
+            groups = [GroupChecks(fleet)]
         elif connector != "nixl-dp":
             # The last ones kill engines.
             more: list[Checks] = []
@@ -161,8 +170,8 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
 def engines(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """The proxy in front of real vLLM engines: prefill, KV transfer and decode on CPUs, a tiny model.
 
-    Installs vLLM's CPU build into build/vllm-venv on the first run (6 GB), starts one prefiller and two
-    decode engines for each connector, and prints a table of what holds. Exits 1 if anything does not.
+    Installs vLLM's CPU build into build/vllm-venv on the first run (6 GB), starts one prefiller and two or
+    four decode engines for each connector, and prints a table of what holds. Exits 1 if anything does not.
     """
     parser.add_argument("--connector", default=",".join(CONNECTORS), metavar="NAME,..")
     parser.add_argument("--only", default="", metavar="WORDS,..", help="checks whose name has them")
@@ -176,7 +185,7 @@ def engines(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin_s = time.monotonic()
     prepare()
-    print(f"vLLM {VLLM} on the CPU, one prefiller, two decode ranks", flush=True)
+    print(f"vLLM {VLLM} on the CPU, one prefiller, two or four decode ranks", flush=True)
     passed = failed = 0
     skipped: list[str] = []
     folder = Path(tempfile.mkdtemp(prefix="balanceroute-engines-"))

@@ -208,10 +208,14 @@ class Engine:
                 self._command, stdout=log, stderr=log, env=self._environment, start_new_session=True
             )
 
-    def restart(self) -> None:
-        """Start it again, if it lives or not, and wait until it serves."""
+    def begin_again(self) -> None:
+        """Start it again, if it lives or not."""
         self.end()
         self._start()
+
+    def restart(self) -> None:
+        """Start it again, if it lives or not, and wait until it serves."""
+        self.begin_again()
         self.wait(time.monotonic() + _START_S)
 
     @property
@@ -279,6 +283,15 @@ class Engine:
         except ProcessLookupError:
             return
         self._process.wait()
+
+
+def restart_together(engines: Sequence[Engine]) -> None:
+    """Start engines again that wait for each other, and wait until they serve."""
+    for engine in engines:
+        engine.begin_again()
+    deadline_s = time.monotonic() + _START_S
+    for engine in engines:
+        engine.wait(deadline_s)
 
 
 @contextmanager

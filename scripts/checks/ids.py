@@ -2,8 +2,9 @@
 
 import random
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from checks.fleet import (
     essence,
     free_port,
     metric,
+    restart_together,
     running,
     until,
 )
@@ -430,3 +432,95 @@ def _refused(proxy: Proxy) -> None:
     path, body = completion("def refused():")
     answer = CLIENT.post(f"{proxy.url}{path}", json=body, timeout=60.0)
     assert answer.status_code >= 500, f"{answer.status_code}: {answer.text[:300]}"
+
+
+# Data-parallel groups, which end together.
+
+_IN_GROUPS, _GROUP_TOKENS = 20, 160
+# Beyond which a client would have been left alone; a busy machine included.
+_SOON_S = 30.0
+
+
+class GroupChecks(Checks):
+    """Two groups of two ranks, of which one rank is killed."""
+
+    def check_groups_are_what_the_ranks_tell(self) -> str:
+        with self._fleet.proxy("told") as proxy:
+            until(lambda: None not in self._groups(proxy), "groups of all ranks")
+            groups = self._groups(proxy)
+        assert groups == [0, 0, 2, 2], groups
+        return f"{groups}"
+
+    def check_streams_of_a_group_go_on_in_another(self) -> str:
+        """One rank is killed; vLLM ends the other."""
+        dying = self._fleet.decoders[:2]
+        try:
+            with self._fleet.proxy("groups", *self._flags) as proxy:
+                until(lambda: None not in self._groups(proxy), "groups of all ranks")
+                streams = self._begun(proxy)
+                dying[1].kill()
+                return self._judged(proxy, streams, exact=_IN_GROUPS)
+        finally:
+            restart_together(dying)
+
+    def check_streams_wait_for_their_only_group(self) -> str:
+        group = self._fleet.decoders[2:]
+        flags = (*self._flags, "--group-return-s", "600", "--dp-size", "2")
+        with self._only(group, "return", flags) as (proxy, streams):
+            group[0].kill()
+            restart_together(group)
+            return self._judged(proxy, streams, exact=_IN_GROUPS)
+
+    def check_streams_of_the_only_group_are_ended_at_once(self) -> str:
+        group = self._fleet.decoders[2:]
+        with self._only(group, "at once", (*self._flags, "--dp-size", "2")) as (proxy, streams):
+            group[1].kill()
+            begin_s = time.monotonic()
+            for stream in streams:
+                stream.join()
+            took_s = time.monotonic() - begin_s
+            assert took_s < _SOON_S, f"the last stream ended after {took_s:.0f} s"
+            return f"{self._judged(proxy, streams, exact=0)}, the last after {took_s:.1f} s"
+
+    # How it is done.
+
+    _flags = ("--resume", "exact", "--policy", "jsq", "--batch", str(_IN_GROUPS))
+
+    def _groups(self, proxy: Proxy) -> list[int | None]:
+        return [rank["dp_group"] for rank in proxy.state()["ranks"]]
+
+    @contextmanager
+    def _only(
+        self, group: Sequence[Engine], name: str, flags: Sequence[str]
+    ) -> Iterator[tuple[Proxy, list[Streaming]]]:
+        decode = [engine.url for engine in group]
+        with self._fleet.proxy(name, *flags, decode=decode) as proxy:
+            yield proxy, self._begun(proxy)
+
+    def _asked(self, number: int) -> tuple[str, dict[str, Any]]:
+        text = f"def of_group_{number}(value, *others):"
+        return completion(text, stream=True, max_tokens=_GROUP_TOKENS, ignore_eos=True)
+
+    def _begun(self, proxy: Proxy) -> list[Streaming]:
+        streams = [Streaming(proxy.url, *self._asked(n)) for n in range(_IN_GROUPS)]
+        until(lambda: all(len(one.events) > 1 for one in streams), "streams", limit_s=120.0)
+        return streams
+
+    def _judged(self, proxy: Proxy, streams: Sequence[Streaming], *, exact: int) -> str:
+        """Compare each stream with what one engine says; one that broke off has to have said so."""
+        right, told, resumed = 0, Counter[str](), 0
+        for number, stream in enumerate(streams):
+            stream.join()
+            path, body = self._asked(number)
+            whole = ask(self._prefiller.url, path, body)
+            if stream.error is None:
+                assert_equal(essence(stream.events), essence(whole))
+                right += 1
+            else:
+                assert stream.error != "it ended without a word", stream.lines[-3:]
+                told[stream.error[:200]] += 1
+                (said,) = essence(whole)[1]
+                assert said["text"].startswith(stream.text), "what it had said is another answer"
+            resumed += bool(proxy.line_of(stream.request_id)["resumes"])
+        assert right >= exact, f"{right} of {len(streams)} exact; {dict(told)}"
+        return f"{right} of {len(streams)} exact, {resumed} went on; {dict(told) or 'no error'}"
