@@ -163,17 +163,17 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_650, 34),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (35_850, 115),
+    "proxy/live": (36_050, 115),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (5_900, 25),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
     "engine_patch": (650, 5),
-    "scripts": (16_400, 44),
+    "scripts": (16_500, 44),
     "tests/support": (12_500, 43),
     # All of it.
-    "tests": (111_800, 404),
+    "tests": (111_950, 404),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -24,7 +24,7 @@ from balanceroute.proxy.live.control.state import (
     held_by,
     instance_rows,
     request_rows,
-    view_of,
+    view_of_all,
 )
 from balanceroute.proxy.live.deployment import Deployment, snapshot_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
@@ -453,18 +453,15 @@ class Proxy:
 
     def view(self) -> dict[str, object]:
         # Scores are expensive, and the page has none.
-        states, latencies = self.snapshots(requests=False, scores=False), self.metrics.latencies()
-        forbidden = "" if self.leadership is None else self.leadership.forbids()
-        views: dict[str, dict[str, object]] = {
-            name: view_of(
-                state,
-                latencies,
-                ready=self.deployments[name].driver.ready,
-                forbidden=forbidden,
-            )
-            for name, state in states.items()
-        }
-        return views.get(DEFAULT, {"groups": views})
+        states = self.snapshots(requests=False, scores=False)
+        return view_of_all(
+            states,
+            self.metrics,
+            {name: one.driver for name, one in self.deployments.items()},
+            self.config.aliases,
+            forbidden="" if self.leadership is None else self.leadership.forbids(),
+            scaling={} if self._scaling is None else self._scaling.rows(),
+        )
 
     def request_rows(self, request_id: str) -> list[dict[str, object]]:
         ended = [] if self._recent is None else self._recent.find(request_id)

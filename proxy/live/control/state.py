@@ -1,7 +1,8 @@
 """Taking a snapshot of the running proxy."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+import heapq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from balanceroute.proxy.live.engines.instances import Rank, Status, Target
 from balanceroute.proxy.live.telemetry.process_log import json_line
 from balanceroute.proxy.live.telemetry.registry import Histogram
 from balanceroute.proxy.live.telemetry.request_log import fields_of
+from balanceroute.proxy.live.telemetry.request_metrics import Counts
 from balanceroute.proxy.live.telemetry.snapshot import (
     BudgetState,
     EngineState,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.control.roster import Roster
     from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
     from balanceroute.proxy.live.scheduling.driver import Driver
+    from balanceroute.proxy.live.settings.aliases import AliasConfig
+    from balanceroute.proxy.live.telemetry.metrics import Metrics
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.live.telemetry.snapshot import PredictorScores, TenantState
     from balanceroute.proxy.wire.http1.pump import Pump
@@ -263,11 +267,81 @@ def _oldest_pooled_s(driver: "Driver", now_s: float) -> float:
 # What the admin page shows, made from a snapshot every 0.8 s while somebody looks.
 
 
-def view_of(
-    state: Snapshot, latencies: Mapping[str, Histogram], *, ready: bool, forbidden: str
+MAX_SHOWN_TENANTS = 64
+"""On the page: those that have most in flight."""
+
+
+def view_of_all(
+    states: Mapping[str, Snapshot],
+    metrics: "Metrics",
+    drivers: "Mapping[str, Driver]",
+    aliases: "Sequence[AliasConfig]",
+    *,
+    forbidden: str,
+    scaling: Mapping[str, Mapping[str, object]],
 ) -> dict[str, object]:
-    """Return the view, which `msgspec` can write; `forbidden` says why nothing is admitted, if so."""
+    """Return the view of all groups, or of the only deployment, whose name is empty.
+
+    Args:
+        states: By name.
+        metrics: What is counted.
+        drivers: By name.
+        aliases: The names that stand for several groups.
+        forbidden: Why nothing is admitted; empty if something may be.
+        scaling: What autoscalers are told, by name.
+    """
+    latencies = metrics.latencies()
+    views = {
+        name: view_of(
+            state,
+            latencies,
+            metrics.counts(name),
+            ready=drivers[name].ready,
+            forbidden=forbidden,
+            running_tokens=sum(one.emitted_tokens for one in drivers[name].sessions.values()),
+            scaling=scaling.get(name),
+        )
+        for name, state in states.items()
+    }
+    tenants = next(iter(states.values())).tenants  # The same in each group.
+    return {
+        **view_of_tenants(tenants, metrics.tenants.counts()),
+        "aliases": [
+            {
+                "name": alias.name,
+                "chooser": alias.chooser,
+                "groups": alias.groups,
+                "answers": metrics.aliases.answers(alias.name),
+            }
+            for alias in aliases
+        ],
+        **views.get("", {"groups": views}),
+    }
+
+
+def view_of(
+    state: Snapshot,
+    latencies: Mapping[str, Histogram],
+    counts: Counts,
+    *,
+    ready: bool,
+    forbidden: str,
+    running_tokens: int = 0,
+    scaling: Mapping[str, object] | None = None,
+) -> dict[str, object]:
+    """Return the view of one deployment, which `msgspec` can write.
+
+    Args:
+        state: Its state.
+        latencies: Histograms by stage.
+        counts: What became of its requests.
+        ready: Whether it takes requests.
+        forbidden: Why nothing is admitted; empty if something may be.
+        running_tokens: Tokens that requests which have not ended have got.
+        scaling: What autoscalers are told of it, if anything.
+    """
     assert state.limits is not None
+    budget = state.budget
     return {
         "version": __version__,
         "policy": state.policy,
@@ -282,18 +356,88 @@ def view_of(
         "batch": state.limits.batch,
         "queue_limit": state.limits.queue,
         "pool_limit": state.pool_limit,
+        "inflight_limit": None if budget is None else budget.limit_per_rank,
         "oldest_pooled_s": state.oldest_pooled_s,
         "step_s": state.step_s,
         "still_ranks": state.still_ranks,
         "idle_ratio": state.idle_ratio,
         "idle_ratios": state.idle_ratios,
-        "ranks": state.ranks,
-        "prefillers": state.prefillers,
+        "outcomes": counts.outcomes,
+        "output_tokens": counts.output_tokens + running_tokens,
+        "scaling": scaling,
+        "ranks": [_rank_row(one) for one in state.ranks if one.status != Status.REMOVED.value],
+        "prefillers": [
+            _prefiller_row(one) for one in state.prefillers if one.status != Status.REMOVED.value
+        ],
         "engines": state.engines,
         "latencies": {
             name: {"bounds": one.bounds, "counts": one.counted()[0]}
             for name, one in latencies.items()
         },
+    }
+
+
+def _rank_row(one: RankState) -> dict[str, object]:
+    return {
+        "name": one.name,
+        "url": one.url,
+        "status": one.status,
+        "kv_tokens": one.kv_tokens,
+        "bound": one.bound,
+        "free_slots": one.free_slots,
+        "why": _why(one),
+        "doubted": bool(one.doubts),
+    }
+
+
+def _prefiller_row(one: PrefillerState) -> dict[str, object]:
+    return {
+        "name": one.name,
+        "status": one.status,
+        "requests": one.probes + one.direct,
+        "held_tokens": one.held_tokens,
+        "why": _why(one),
+        "doubted": bool(one.doubts),
+    }
+
+
+def _why(one: RankState | PrefillerState) -> str:
+    """Return what speaks against an engine, or else why it was left out the last time."""
+    return "; ".join(one.doubts) or one.quarantine.reason
+
+
+def view_of_tenants(
+    tenants: "Sequence[TenantState]", counts: Mapping[str, Counts]
+) -> dict[str, object]:
+    """Return the view of the tenants that have most in flight, in the order of their file, and how many there are."""
+    places = heapq.nlargest(
+        MAX_SHOWN_TENANTS, range(len(tenants)), key=lambda place: tenants[place].in_flight
+    )
+    shown = [tenants[place] for place in sorted(places)]
+    nothing = Counts({}, 0)
+    return {
+        "tenant_count": len(tenants),
+        "tenants": [
+            {
+                "name": one.name,
+                "share": one.share,
+                "in_flight": one.in_flight,
+                "waiting": one.waiting,
+                "concurrency": one.limits.concurrency,
+                "queue_limit": one.limits.queue_limit,
+                "per_minute": {
+                    name: rate.per_minute
+                    for name, rate in (
+                        ("requests", one.limits.requests),
+                        ("tokens", one.limits.tokens),
+                    )
+                    if rate is not None
+                },
+                "outcomes": counts.get(one.name, nothing).outcomes,
+                "output_tokens": counts.get(one.name, nothing).output_tokens,
+            }
+            for one in shown
+        ],
     }
 
 

@@ -30,6 +30,7 @@ from balanceroute.proxy.live.telemetry.component_metrics import (
 from balanceroute.proxy.live.telemetry.registry import MAX_TENANTS, Histogram, Registry
 from balanceroute.proxy.live.telemetry.request_metrics import (
     AliasMetrics,
+    Counts,
     GroupMetrics,
     LegMetrics,
     RequestMetrics,
@@ -487,6 +488,10 @@ class Metrics:
     def collect_from(self, collector: Collector) -> None:
         """Export what else tells of itself, too."""
         self._registry.register(collector)
+
+    def counts(self, group: str) -> Counts:
+        """Return what became of a group's requests; of all, where there are none."""
+        return self.groups.counts(group) if group else self.requests.counts()
 
     def latencies(self) -> dict[str, Histogram]:
         """Return the histograms that show where time goes, by stage."""

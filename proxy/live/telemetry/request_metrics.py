@@ -56,6 +56,14 @@ def _gap_ns(record: "RequestRecord") -> float | None:
     return (record.ended_ns - record.first_token_ns) / gaps if gaps > 0 else None
 
 
+@dataclass(slots=True)
+class Counts:
+    """What became of requests since the start, for people who look."""
+
+    outcomes: dict[str, int]  # How many ended how.
+    output_tokens: int  # Tokens that reached clients, of those that ended.
+
+
 class GroupMetrics(_Ended):
     """What became of the requests of each of several groups."""
 
@@ -80,6 +88,15 @@ class GroupMetrics(_Ended):
             *(TOKEN_GAP_BOUNDS_S, "group"),
         )
         super().__init__(self._requests, self._output_tokens, self._ttft, self._tpot)
+
+    def counts(self, group: str) -> Counts:
+        """Return what became of a group's requests."""
+        outcomes = {
+            outcome: int(count)
+            for (name, outcome), count in self._requests.by_values.items()
+            if name == group
+        }
+        return Counts(outcomes, int(self._output_tokens.by_values.get((group,), 0)))
 
     def ended(self, record: "RequestRecord") -> None:
         """Count a request whose outcome is set."""
@@ -129,6 +146,17 @@ class TenantMetrics(_Ended):
         )
         counts = (self._requests, self._refusals, self._prompt_tokens, self._output_tokens)
         super().__init__(*counts, self._queue, self._ttft)
+
+    def counts(self) -> dict[str, Counts]:
+        """Return what became of each tenant's requests, by its label."""
+        counts: dict[str, Counts] = {}
+        for (name, outcome), count in self._requests.by_values.items():
+            of_one = counts.get(name)
+            if of_one is None:
+                tokens = self._output_tokens.by_values.get((name,), 0)
+                of_one = counts[name] = Counts({}, int(tokens))
+            of_one.outcomes[outcome] = int(count)
+        return counts
 
     def ended(self, record: "RequestRecord") -> None:
         """Count a request whose outcome is set."""
@@ -186,6 +214,15 @@ class AliasMetrics(_Ended):
             *("alias", "group", "reason"),
         )
         super().__init__(self._requests, self._scores, self._fall_backs)
+
+    def answers(self, alias: str) -> dict[str, tuple[int, int]]:
+        """Return how many requests each group answered for an alias, and how many of them in time."""
+        answers: dict[str, tuple[int, int]] = {}
+        for (name, _, group, in_time), count in self._requests.by_values.items():
+            if name == alias:
+                all_of, kept = answers.get(group, (0, 0))
+                answers[group] = all_of + int(count), kept + int(count) * (in_time == "yes")
+        return answers
 
     def ended(self, record: "RequestRecord") -> None:
         """Count a request whose outcome is set."""
@@ -327,6 +364,16 @@ class RequestMetrics:
         self._output_tokens = registry.histogram(
             "request_output_tokens", "Tokens that reached the client.", TOKENS_BOUNDS
         )
+
+    def counts(self) -> Counts:
+        """Return what became of all requests."""
+        outcomes: dict[str, int] = {}
+        for family in self._requests.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    outcome = sample.labels["outcome"]
+                    outcomes[outcome] = outcomes.get(outcome, 0) + int(sample.value)
+        return Counts(outcomes, int(self._output_tokens.counted()[1]))
 
     def latencies(self) -> dict[str, Histogram]:
         """Return the histograms that show where time goes, by stage."""

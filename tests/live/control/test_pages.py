@@ -13,10 +13,12 @@ from tests.live.control.test_admin import SNAPSHOT, Bench, Fleet
 from tests.support.site import Exchanged, Site, play, served
 from tests.support.virtual.runner import run
 
+from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.live.control.pages import HEADERS, INTERVAL_S, MAX_VIEWERS, PAGE, LiveView
-from balanceroute.proxy.live.control.state import view_of
+from balanceroute.proxy.live.control.state import view_of, view_of_tenants
 from balanceroute.proxy.live.telemetry.metrics import Metrics
-from balanceroute.proxy.live.telemetry.snapshot import LimitsState, RankState, Snapshot
+from balanceroute.proxy.live.telemetry.request_metrics import Counts
+from balanceroute.proxy.live.telemetry.snapshot import LimitsState, RankState, TenantState
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import HttpRequest, Reply
 from balanceroute.proxy.wire.sse import event_data
@@ -54,29 +56,69 @@ def test_it_puts_no_text_into_markup() -> None:
 
 
 class Wide(Fleet):
-    """A control with 144 ranks, one of which has a hostile name."""
+    """A control with ranks, the last of which has a hostile name and one is drained; and with tenants."""
+
+    def __init__(self, ranks: int, tenants: int) -> None:
+        super().__init__()
+        names = [f"http://d{number}:8000" for number in range(ranks - 1)] + ["http://<b>x</b>:1"]
+        self.shown = replace(
+            SNAPSHOT,
+            ranks=[
+                RankState(i, name, True, "up", 1000 * i, 3, 2, 13, url=name)
+                for i, name in enumerate(names)
+            ],
+            idle_ratios=[None, 0.25] * 30,
+            limits=LimitsState(16, 4096, None, 1 << 29),
+            tenants=[
+                TenantState(f"t{i}", i, 0, {}, TenantLimits(concurrency=tenants), 1 / tenants)
+                for i in range(tenants)
+            ],
+        )
+        self.shown.ranks[0] = replace(self.shown.ranks[0], status="draining", bound=0)
 
     def view(self) -> dict[str, object]:
-        names = [f"http://d{number}:8000" for number in range(143)] + ["http://<b>x</b>:1"]
-        ranks = [
-            RankState(i, name, True, "up", 1000 * i, 3, 2, 13, url=name)
-            for i, name in enumerate(names)
-        ]
-        state = _with_ranks(ranks)
-        return view_of(state, Metrics(lambda: [state]).latencies(), ready=True, forbidden="")
+        metrics = Metrics(lambda: [self.shown])
+        tenants = view_of_tenants(self.shown.tenants, {"t7": Counts({"ok": 5, "rejected": 2}, 90)})
+        scaling = {"bound_by": "kv_memory", "wanted_prefillers": 3, "wanted_ranks": None}
+        seen = view_of(
+            self.shown,
+            metrics.latencies(),
+            Counts({"ok": 41, "upstream_error": 1}, 5000),
+            ready=True,
+            forbidden="",
+            scaling=scaling,
+        )
+        answers = {"<i>large</i>": (3, 1)}
+        alias = {
+            "name": "auto",
+            "chooser": "greedy",
+            "groups": ["<i>large</i>"],
+            "answers": answers,
+        }
+        return {**tenants, "aliases": [alias], **seen}
 
 
-def _with_ranks(ranks: list[RankState]) -> Snapshot:
-    limits = LimitsState(16, 4096, None, 1 << 29)
-    return replace(SNAPSHOT, ranks=ranks, idle_ratios=[None, 0.25] * 30, limits=limits)
+def test_it_is_told_of_the_tenants_that_have_most_in_flight() -> None:
+    seen = Wide(2, 1000).view()
+    tenants = cast("list[dict[str, Any]]", seen["tenants"])
+    assert seen["tenant_count"] == 1000
+    assert [one["name"] for one in tenants] == [f"t{i}" for i in range(936, 1000)]
+    few = cast("list[dict[str, Any]]", Wide(2, 9).view()["tenants"])
+    assert [one["output_tokens"] for one in few] == [0] * 7 + [90, 0]
+    assert few[7]["outcomes"] == {"ok": 5, "rejected": 2}
+    assert few[7]["concurrency"] == 9
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-def test_a_browser_shows_144_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "bars", "rows"),
+    [(145, 144, 146), pytest.param(4000, 250, 200, marks=pytest.mark.extended)],
+)
+def test_a_browser_shows_many_ranks(tmp_path: Path, ranks: int, bars: int, rows: int) -> None:
     assert CHROMIUM is not None
 
     async def main() -> str:
-        bench = Bench(Wide(), token=False)
+        bench = Bench(Wide(ranks, 1000), token=False)
 
         def answer(request: HttpRequest, reply: Reply) -> None:
             bench.admin(request, reply)
@@ -100,11 +142,16 @@ def test_a_browser_shows_144_ranks(tmp_path: Path) -> None:
         return page.decode()
 
     page = asyncio.run(main())
-    assert page.count("<title>") == 1 + 144 + 30  # The page, bars of ranks, and of idle time.
-    assert page.count("Drain decode") == 144
-    assert "the proxy ended the stream" in page
-    assert "&lt;b&gt;x&lt;/b&gt;" in page
+    assert page.count("<title>") == 1 + bars + 30  # The page, bars of ranks, and of idle time.
+    assert page.count('aria-label="Drain ') + page.count('aria-label="Take back ') == rows
+    assert page.count('<tr data-key="tenant t') == 64
+    for told in (
+        *("the proxy ended the stream", "drained: http://d0:8000", "64 of 1,000", "999 of 1,000"),
+        *("&lt;b&gt;x&lt;/b&gt;", "auto → &lt;i&gt;large&lt;/i&gt;", "33.3 %", "kv memory"),
+    ):
+        assert told in page, told
     assert "<b>x</b>" not in page
+    assert "<i>large</i>" not in page
 
 
 # The live view: an event every 0.8 s for those who look, and nothing for nobody.
@@ -234,6 +281,9 @@ async def test_the_admin_listener_shows_the_fleet_live(site: Site) -> None:
     state = json.loads(event_data(looking[0].events[-1]))
     assert state["ready"]
     assert state["decoding"] == 1
+    assert 20 <= state["output_tokens"] <= 400
+    assert state["outcomes"] == {}
+    assert state["tenants"] == state["aliases"] == []
     assert len(state["ranks"]) == 2
     assert sum(rank["bound"] for rank in state["ranks"]) == 1
     assert len(state["idle_ratios"]) == 60

@@ -21,7 +21,13 @@ from balanceroute.proxy.live.telemetry.component_metrics import MAX_STAGES
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE, Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord, stages_of
 from balanceroute.proxy.live.telemetry.registry import MAX_ENGINES, MAX_REASONS, Histograms
-from balanceroute.proxy.live.telemetry.request_metrics import ENDPOINTS, MAX_MODELS, MAX_STATUSES
+from balanceroute.proxy.live.telemetry.request_metrics import (
+    ENDPOINTS,
+    MAX_MODELS,
+    MAX_STATUSES,
+    AliasWorth,
+    Counts,
+)
 from balanceroute.proxy.live.telemetry.snapshot import (
     BudgetState,
     EngineState,
@@ -608,3 +614,25 @@ def test_a_first_token_of_an_earlier_binding_began_no_stage_of_the_last_one() ->
     one.admitted_ns, one.first_token_ns = 9, 5
     names = [(step.name, step.began_ns) for step in stages_of(one)]
     assert names == [("queue", 1), ("prefill", 2), ("pool", 3), ("decode", 9)]
+
+
+def test_people_are_told_what_became_of_requests() -> None:
+    subject = Metrics(lambda: [SNAPSHOT])
+    subject.tenants.names = {"acme"}
+    subject.aliases.worth = {"auto": AliasWorth(None, 1e6, {})}
+    record = structs.replace(RECORD, tenant="acme", group="large", alias="auto", output_tokens=20)
+    for change in (
+        {},
+        {"outcome": Outcome.UPSTREAM_ERROR, "status": 502},
+        {"outcome": Outcome.UPSTREAM_ERROR, "status": 500, "tenant": "nobody", "group": "small"},
+    ):
+        subject.requests.ended(structs.replace(record, **change))
+    assert subject.counts("") == Counts({"ok": 1, "upstream_error": 2}, 60)
+    assert subject.counts("large") == Counts({"ok": 1, "upstream_error": 1}, 40)
+    assert subject.counts("none") == Counts({}, 0)
+    assert subject.tenants.counts() == {
+        "acme": Counts({"ok": 1, "upstream_error": 1}, 40),
+        "other": Counts({"upstream_error": 1}, 20),
+    }
+    assert subject.aliases.answers("auto") == {"large": (2, 1), "small": (1, 0)}
+    assert subject.aliases.answers("other") == {}
