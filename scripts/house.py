@@ -100,6 +100,11 @@ MAY_IMPORT = {
         *("proxy.live.engines", "proxy.live.frontend", "proxy.live.openai"),
         *("proxy.live.request", "proxy.live.scheduling", "proxy.live.telemetry"),
     },
+    "proxy.live.picker": {
+        *("proxy.core", "proxy.wire", "proxy.live.engines", "proxy.live.frontend"),
+        *("proxy.live.openai", "proxy.live.scheduling", "proxy.live.selection"),
+        "proxy.live.settings",
+    },
     "proxy.live.unit_metrics": {
         *("proxy.core", "proxy.live.engines", "proxy.live.frontend"),
         *("proxy.live.scheduling", "proxy.live.telemetry"),
@@ -163,9 +168,9 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_650, 34),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (36_050, 115),
+    "proxy/live": (36_850, 116),
     "proxy/lab": (15_600, 55),
-    "proxy/cli": (5_900, 25),
+    "proxy/cli": (5_950, 26),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
@@ -173,7 +178,7 @@ BUDGET = {
     "scripts": (16_500, 44),
     "tests/support": (12_500, 43),
     # All of it.
-    "tests": (111_950, 404),
+    "tests": (112_500, 405),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -18,6 +18,7 @@ from balanceroute.topologies import TopologyError, did_you_mean
 
 EXAMPLES = {
     "serve": "--batch 256 --prefill http://p0:8000 --decode http://d0:8000 http://d1:8000",
+    "pick": "--batch 256 --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000",
     "doctor": "p0:8000 d0:8000 d1:8000",
     "topology check": "gpu-1p1d",
     "topology commands": "gpu-1p1d --role prefill",
@@ -42,6 +43,8 @@ EXAMPLES = {
 _FIRST = {
     "serve": "topology prefill decode discover connector batch model lease-s engine-key-file host port "
     "api-key-file tenants tls-cert tls-key admin-port admin-token-file policy predictor resume queue-limit log",
+    "pick": "topology prefill decode discover connector batch model lease-s pick pick-host pick-port "
+    "pick-fallbacks host port admin-port admin-token-file policy predictor queue-limit log",
     "up": "topology host port admin-port policy predictor batch queue-limit tenants log load-log",
     "advise": "decode prefill proxy trace minutes ttft-p99 tpot-p95 ranks prefill-servers batch step-base-ms "
     "step-us-per-token prefill-base-ms prefill-us-per-token json",
@@ -179,6 +182,7 @@ def _in_a_line(action: argparse.Action) -> str:
 # help: to serve a fleet, to measure it, to try without engines, to learn.
 COMMANDS = (
     "serve",
+    "pick",
     "doctor",
     "topology",
     "drain",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.frontend.groups import Groups
+    from balanceroute.proxy.live.picker import Picker
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
@@ -93,6 +94,7 @@ class PublicListener:
             common=_joined([*commons, *([] if cors is None else [cors.fields])]),
             make=_connections(config),
         )
+        self.picker = _picker(config, groups, gateway, environment)
         self.tls = None  # What it serves https with; None for http.
         if listening.tls_cert is not None and listening.tls_key is not None:
             http2 = config.gateway.http2
@@ -112,15 +114,24 @@ class PublicListener:
             try:
                 await self.http3.start(self.server.service, self.server.addresses)
             except OSError as error:
-                self.close()
+                await self.close()
                 self.server.close()
                 place = "--http3: UDP at --host {} --port {}"
                 raise not_bound(place, host, self.server.port, error) from None
+        if self.picker is not None:
+            try:
+                await self.picker.start(self.server.service.bodies)
+            except ConfigError:
+                await self.close()
+                self.server.close()
+                raise
 
-    def close(self) -> None:
-        """Close the sockets of HTTP/3, behind the server's."""
+    async def close(self) -> None:
+        """Close the sockets of HTTP/3, behind the server's, and end the streams of gateways."""
         if self.http3 is not None:
             self.http3.close()
+        if self.picker is not None:
+            await self.picker.close()
 
     def load_certificate(self) -> None:
         """Serve with the newest certificate, if with any.
@@ -150,6 +161,28 @@ class PublicListener:
     def use(self, credentials: "Credentials") -> None:
         """Take newer keys from the next request on."""
         self.gateway.use_keys(clients_of(self._config, credentials), credentials.engine_key)
+
+
+def _picker(
+    config: "ProxyConfig",
+    groups: "Groups",
+    gateway: Gateway,
+    environment: "Environment",
+) -> "Picker | None":
+    """Return what tells gateways where requests go; None, and nothing of it is imported, where it is off.
+
+    Raises:
+        ConfigError: Its extra is not installed, or ranks call for their prefills.
+    """
+    if config.gateway.pick == "off":
+        return None
+    if any(group.intake.context.connector.decode_first for group in groups):
+        raise ConfigError("--pick: a rank calls for its prefill with this --connector")
+    try:
+        from balanceroute.proxy.live.picker import Choices, Picker  # noqa: PLC0415  # An extra.
+    except ModuleNotFoundError as error:
+        raise ConfigError("--pick: needs the extra gateway: pip install '.[gateway]'") from error
+    return Picker(config, Choices(config, groups, gateway, environment.unix_s))
 
 
 class ControlRoutes:

@@ -425,7 +425,7 @@ class Proxy:
         self.gateway.refusals.log.report()
         self.server.close()
         await self.server.drain()
-        self._public.close()
+        await self._public.close()
         if self._environment.pump is not None:
             self._environment.pump.close()
 

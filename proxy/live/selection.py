@@ -38,7 +38,7 @@ from balanceroute.proxy.live.request.phases import (
 )
 from balanceroute.proxy.live.request.session import NOTHING, Attempt, Holding, Session
 from balanceroute.proxy.live.request.shared import KvHandle, LegSucceeded, PromptCounted, Report
-from balanceroute.proxy.live.scheduling.driver import Arrival
+from balanceroute.proxy.live.scheduling.driver import Arrival, Driver
 from balanceroute.proxy.live.scheduling.scraped_loads import RankPaces
 from balanceroute.proxy.live.telemetry.record import (
     DECODE_LEG,
@@ -53,7 +53,6 @@ from balanceroute.proxy.wire.messages import Headers, bracketed
 if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.groups import Group, Groups
     from balanceroute.proxy.live.frontend.refusals import Refusals
-    from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.wire.messages import Late
 
 _Engine = TypeVar("_Engine")
@@ -86,6 +85,7 @@ class Selection:
         claimed: Whether somebody has asked for its rank.
         refusal: Why it gets no engine any more; None while it may.
         waiting: Callers that wait for a choice now.
+        begins_by_itself: Whether it counts as begun soon after its rank was told, though nobody says so.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Selection:
         self._rank: asyncio.Future[Rank] = loop.create_future()
         self._over: Callable[[Selection], None] | None = over
         self.waiting = 0
+        self.begins_by_itself = True
         # What every `Reply` has.
         self.closed = self.started = self.commented = self.paused = False
         self.written = 0
@@ -136,6 +137,14 @@ class Selection:
     def prefilled(self, prompt_tokens: int | None = None) -> bool:
         """Note that its prefill has ended, of so many tokens if that is known: it waits for a rank."""
         return self._tell(lambda session: session.prefill_ended(prompt_tokens))
+
+    def prefill_answered(self) -> bool:
+        """Note that the prefiller has answered, and whoever is to ask for the rank knows."""
+        return self._tell(lambda session: session.prefill_answered())
+
+    def revise(self, max_tokens: int | None, expected_tokens: int | None) -> bool:
+        """Note how long an answer may be, and is expected to be, unless its prefill has ended."""
+        return self._tell(lambda session: session.revised(max_tokens, expected_tokens))
 
     def began(self) -> bool:
         """Note that its rank has its KV cache, and makes tokens."""
@@ -274,7 +283,7 @@ class _Elsewhere(Attempt):
 class Reservation(Session):
     """The session of a selection: all is decided for it, and nothing sent."""
 
-    __slots__ = ("_began_s", "_paces", "_selection")
+    __slots__ = ("_answered_s", "_began_s", "_paces", "_selection")
 
     def __init__(
         self,
@@ -306,6 +315,7 @@ class Reservation(Session):
         assert host.paces is not None, "the selector makes them"
         self._paces, self._selection = host.paces, reply
         self._began_s = 0.0
+        self._answered_s: float | None = None  # When the prefiller did, if that was told.
         reply.session = self
 
     @property
@@ -338,19 +348,31 @@ class Reservation(Session):
     def check_deadline(self, now_s: float) -> None:
         legs, phase = self.context.legs, self.phase
         if phase is PREFILLING:
+            answered_s = self._answered_s
             if now_s > self._leg.posted_s + legs.prefill_timeout_s:
                 self.give_up(legs.overdue(prefill=True, stream=False))
+            elif answered_s is not None and now_s > answered_s + legs.first_token_timeout_s:
+                self._unclaimed()
         elif phase is POOLED or phase is DECODING:
             claimed = self._selection.claimed
             if not claimed and now_s > self.pooled_s + legs.first_token_timeout_s:
-                self.give_up(f"nobody asked for its rank within {legs.first_token_timeout_s:g} s")
-            elif claimed and phase is DECODING and now_s > self._leg.posted_s + _BEGINS_S:
+                self._unclaimed()
+            elif claimed and phase is DECODING and self._begins(now_s):
                 self.decode_began(heard=False)
         elif phase is STREAMING:
             if now_s > self._began_s + legs.answer_timeout_s:
                 self.went_wrong(f"nobody ended it within {legs.answer_timeout_s:g} s")
             elif self._leg.unseen_end:
                 self.decode_ended(None)
+
+    def _begins(self, now_s: float) -> bool:
+        by_itself = self._selection.begins_by_itself
+        legs = self.context.legs
+        return now_s > self._leg.posted_s + (_BEGINS_S if by_itself else legs.prefill_timeout_s)
+
+    def _unclaimed(self) -> None:
+        limit_s = self.context.legs.first_token_timeout_s
+        self.give_up(f"nobody asked for its rank within {limit_s:g} s")
 
     def lease_ended(self, *, cheaper: bool) -> None:
         super().lease_ended(cheaper=cheaper)
@@ -399,6 +421,25 @@ class Reservation(Session):
         # What a rank needs to pull it, its caller knows.
         super().prefilled(KvHandle(prefiller, _NO_BODY))
         self.host.feed(events.PrefillDone(self.number, tokens, lease_ns), *implied)
+        return True
+
+    def prefill_answered(self) -> bool:
+        if self.phase is not PREFILLING:
+            return False
+        self._answered_s = self.context.clock()
+        return True
+
+    def revised(self, max_tokens: int | None, expected_tokens: int | None) -> bool:
+        if self.phase is not PREFILLING:
+            return False
+        self.shape = structs.replace(self.shape, max_tokens=max_tokens)
+        self.record.max_tokens = max_tokens
+        host = self.host
+        assert isinstance(host, Driver)
+        host.expect(
+            self,
+            structs.replace(self.ticket, max_tokens=max_tokens, expected_tokens=expected_tokens),
+        )
         return True
 
     def decode_began(self, *, heard: bool) -> bool:
@@ -473,6 +514,9 @@ class Asked(Struct, frozen=True):
     session: int = 0  # Names its conversation; see `Ticket`.
     blocks: tuple[int, ...] = ()  # Hashes of the prompt's blocks; see `Ticket`.
     block_tokens: float = 0.0
+    # Of a caller that has read the body: what it asks for, in place of what it repeats above.
+    shape: Shape | None = None
+    body: RequestBody | None = None
 
 
 class Selector:
@@ -532,34 +576,34 @@ class Selector:
             SelectionRefusedError: Its id is in use, or is none.
         """
         found = self.open(asked.request_id, prefilled=asked.prefilled, eligible=asked.eligible)
-        clock = self._groups.context.clock
-        record = RequestRecord(
-            asked.request_id,
-            Api.COMPLETIONS.value,
-            int(clock() * 1e9 + 0.5),
-            self._unix_s(),
-            model=asked.model[:128],
-            stream=True,
-            choices=asked.sequences,
-            max_tokens=asked.max_tokens,
-            tenant=asked.tenant,
-        )
-        group = self._groups.find(asked.model)
-        if group is None:
-            status, reason = unknown_model(asked.model)
-            self._refusals.refuse(found, record, status, reason, param="model")
-            return found
-        record.group = group.name
-        eligible = group.routes.eligible(asked.model) if group.routes.differ else None
-        shape = Shape(
+        shape = asked.shape or Shape(
             *(Api.COMPLETIONS, asked.model, True, asked.sequences, ""),
             *(asked.prompt_tokens, 1, 0, asked.max_tokens),
         )
+        clock = self._groups.context.clock
+        record = RequestRecord(
+            asked.request_id,
+            shape.api.value,
+            int(clock() * 1e9 + 0.5),
+            self._unix_s(),
+            model=shape.model[:128],
+            stream=shape.stream,
+            choices=shape.sequences,
+            max_tokens=shape.max_tokens,
+            tenant=asked.tenant,
+        )
+        group = self._groups.find(shape.model)
+        if group is None:
+            status, reason = unknown_model(shape.model)
+            self._refusals.refuse(found, record, status, reason, param="model")
+            return found
+        record.group = group.name
+        eligible = group.routes.eligible(shape.model) if group.routes.differ else None
         group.intake.submit(
             Arrival(
                 *(shape, eligible, asked.expected_tokens, asked.urgency, asked.tenant),
-                *(asked.session, False, asked.model in group.served.adapters),
-                RequestBody(_NO_BODY),
+                *(asked.session, False, shape.model in group.served.adapters),
+                asked.body or RequestBody(_NO_BODY),
                 lambda _: b"",
                 found,
                 record,
@@ -572,10 +616,11 @@ class Selector:
         return found
 
     def eligible(self, endpoints: Collection[str]) -> Eligible:
-        """Return the engines at some endpoints, each as `endpoint_of` has it; there may be none."""
+        """Return the engines at some endpoints, as `endpoint_of` has them, or hosts; there may be none."""
         prefillers, ranks = set(), set()
         for engine in self._engines():
-            if endpoint_of(engine) in endpoints:
+            place = endpoint_of(engine)
+            if place in endpoints or place.rpartition(":")[0] in endpoints:
                 if isinstance(engine, Prefiller):
                     prefillers.add(engine.id)
                 else:

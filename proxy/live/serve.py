@@ -187,6 +187,8 @@ def _why_alone(proxy: Proxy, command: ServeCommand) -> str | None:
         return "it has started the engines, which end with it"
     if proxy.config.http3.http3:
         return "connections of HTTP/3 stay with the process that has them (--http3)"
+    if proxy.config.gateway.pick != "off":
+        return "streams of gateways stay with the process that has them (--pick)"
     if proxy.called_back:
         return "decode ranks call the process back that has their requests"
     return None

@@ -345,6 +345,10 @@ class Gateway:
         else:
             self._serve(known, route, tenant, request, reply)
 
+    def owner(self, headers: Headers) -> Tenant | None:
+        """Return whose request it is that has these headers; None if nobody may send it."""
+        return self._clients.find(headers)
+
     def is_client(self, headers: Headers) -> bool:
         """Return whether headers have a key, and it is a client's."""
         keys = given_keys(headers)

@@ -656,6 +656,11 @@ class Driver:
             session.pooled()
         self.feed(RequestArrived(session.number, session.ticket))
 
+    def expect(self, session: Session, ticket: Ticket) -> None:
+        """Note what is known of a request by now; the scheduler keeps what it has of it."""
+        session.ticket = ticket
+        self._predict(session, ticket.prompt_tokens)
+
     def _predict(self, session: Session, prompt_tokens: int) -> None:
         number, ticket = session.number, session.ticket
         self._predictors.begin(number, ticket_features(ticket, prompt_tokens))

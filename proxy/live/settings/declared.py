@@ -445,6 +445,23 @@ class GatewaySettings:
         100, "requests that one HTTP/2 connection may have at a time", 1, 10_000
     )
 
+    pick: str = choice(
+        "off",
+        "also say where a gateway's requests go, as its endpoint picker (ext_proc): by llm-d's Coordinator, "
+        "whose prefill and decode are calls of their own, or by its sidecar; needs the extra gateway",
+        words(("off", "coordinator", "sidecar")),
+    )
+    pick_host: str = text("127.0.0.1", "address on which gateways ask the picker", metavar="HOST")
+    pick_port: int = integer(9002, "its port; 0 for a free one", 0, 65_535)
+    pick_fallbacks: int = integer(
+        1, "engines that a gateway is told beside the chosen one, to try if that refuses", 0, 8
+    )
+    pick_test_header: bool = switch(
+        False,
+        "obey the header test-epp-endpoint-selection, for conformance tests of a gateway; whoever sends it "
+        "chooses the engine",
+    )
+
     @property
     def picker_names(self) -> dict[str, str]:
         """The name of each of `PICKER_METRICS` that is exported."""

@@ -186,6 +186,11 @@ _TABLE = (
         "without --http3",
         lambda c: not c.http3.http3,
     ),
+    _Idle(
+        ("pick_host", "pick_port", "pick_fallbacks", "pick_test_header"),
+        "without --pick",
+        lambda c: c.gateway.pick == "off",
+    ),
     _Idle(("http2_streams",), "without --http2", lambda c: not c.gateway.http2),
     _Idle(
         ("admin_host", "admin_port", "admin_name"),

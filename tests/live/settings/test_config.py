@@ -458,6 +458,7 @@ COMPOUND = [(section, one) for section, one in DECLARED if "_" in one.name]
 SPREAD = {
     "client_priority": "tenants have their own, which goes before it",
     "client_deadline": "tenants have their own, which goes before it",
+    "body_limit_bytes": "also of bodies that a gateway sends to the picker",
     "pool_limit": "the limit in effect is a metric, and on the page of the state",
     "warm_up": "also the part of the core that it switches on",
 }

@@ -124,6 +124,11 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "http2": True,
     "scaling_signals": True,
     "http2_streams": 7,
+    "pick": "sidecar",
+    "pick_host": "127.0.0.5",
+    "pick_port": 9102,
+    "pick_fallbacks": 3,
+    "pick_test_header": True,
     "cors_origin": "https://chat.example:8443",
     "admin_name": "OPS.example",
     "connection_limit": 70,
@@ -256,6 +261,9 @@ def test_the_samples_are_in_the_configuration(tmp_path: Path) -> None:
     )
     assert config.gateway.scaling_signals
     assert (config.gateway.http2, config.gateway.http2_streams) == (True, 7)
+    assert (config.gateway.pick, config.gateway.pick_host) == ("sidecar", "127.0.0.5")
+    assert (config.gateway.pick_port, config.gateway.pick_fallbacks) == (9102, 3)
+    assert config.gateway.pick_test_header
     assert config.gateway.picker_names == {"lora": "a:b"}
     assert config.times.drain_timeout_s == 9.5
     assert config.log == LogSettings(log="none", log_level="debug", load_log_interval_s=0.75)
