@@ -175,10 +175,10 @@ BUDGET = {
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
     "engine_patch": (650, 5),
-    "scripts": (16_500, 44),
+    "scripts": (16_650, 44),
     "tests/support": (12_500, 43),
     # All of it.
-    "tests": (112_500, 405),
+    "tests": (112_550, 405),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -129,9 +129,8 @@ def test_a_family_ends_in_tables_of_its_rows(
     module = script("reproduce.simulations")
     monkeypatch.chdir(ROOT)
     assert member in module.FAMILIES[family]
-    monkeypatch.setitem(
-        module.EXPERIMENTS, member, f"{EXPERIMENTS[member]} --requests 900 --segments 1"
-    )
+    few = f"--requests {900 if family == 'first-limits' else 200} --segments 1"
+    monkeypatch.setitem(module.EXPERIMENTS, member, f"{EXPERIMENTS[member]} {few}")
     monkeypatch.setitem(module.FAMILIES, family, [member])
     monkeypatch.setitem(module.TABLES, f"{family}: small", [member])
     assert run_script(f"reproduce simulations {tmp_path} {family}") == 0
@@ -473,6 +472,50 @@ def test_weights_of_the_scores_are_swept(capsys: pytest.CaptureFixture[str]) -> 
     assert [cell.strip(" |") for cell in head[2:]] == ["0.1, 0.9", "0.2, 0.8", "0.5, 0.5"]
     assert [row[:2] for row in rows] == [["| 1 + 4 GPUs", "20"], ["| 5 x 1 GPU", "20"]]
     assert all(len(set(row[2:])) == 3 for row in rows)
+
+
+TCP = '"TLS/TCP, one each" "TLS/TCP, one connection"'
+
+
+def test_urgent_streams_are_in_time_by_deadline_and_late_behind_others(tmp_path: Path) -> None:
+    module = script("reproduce.streams")
+    module.make_certificate(tmp_path, kind="ed25519")
+    planned = module.plan(1, 1.0, 40)
+    fcfs, edf, one = (
+        module.shares(planned, module.echoed(order, planned, 1, tmp_path))["real-time"]
+        for order in ("fcfs", "edf", module.ONE)
+    )
+    assert max(fcfs, one) < 50 < edf
+
+
+def test_orders_and_models_have_a_table_of_their_worth(capsys: pytest.CaptureFixture[str]) -> None:
+    few = "--load bursty --training 200 --requests 6"
+    assert run_script(f"reproduce served-streams {few} --transport edf {TCP}") == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == "| bursty | large | medium | policy |"
+    assert [row.split(" | ")[0] for row in rows] == [
+        "| `edf`",
+        "| `TLS/TCP, one each`",
+        "| `TLS/TCP, one connection`",
+    ]
+    assert all(
+        0.0 <= float(cell.strip(" |")) <= 1.0 for row in rows for cell in row.split(" | ")[1:]
+    )
+
+
+def test_an_answer_is_worth_its_model_if_it_is_in_time(tmp_path: Path) -> None:
+    module = script("reproduce.streams")
+    module.make_certificate(tmp_path, kind="ed25519")
+    real_time, _, long = module.KINDS
+    planned = [module.Planned(long, 0.1 * n, 0, 20) for n in range(40)]
+    planned += [module.Planned(real_time, 4.0, module.PREFERRED, 20)]
+    medium, large = (
+        module.worth("ml", module.Static(place), planned[-1:], 1, tmp_path) for place in (0, 1)
+    )
+    assert (medium, large) == (0.94, 1.0)
+    # Behind 4 MB the urgent one is late unless it goes first.
+    fcfs, ml = (module.worth(one, module.Static(0), planned, 1, tmp_path) for one in ("fcfs", "ml"))
+    assert ml > fcfs
 
 
 def test_early_refusal_leaves_few_to_expire() -> None:

@@ -30,6 +30,7 @@ COMMANDS = {
     "score-weights": "reproduce.prefill",
     "scale": "reproduce.scale",
     "scores": "reproduce.prefill",
+    "served-streams": "reproduce.streams",
     "servegen-trace": "reproduce.simulations",
     "simulations": "reproduce.simulations",
     "stream-orders": "reproduce.streams",
