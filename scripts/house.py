@@ -95,6 +95,10 @@ MAY_IMPORT = {
         "proxy.live.settings",
     },
     "proxy.live.scaling": {"proxy.capacity", "proxy.live.frontend"},
+    "proxy.live.select_service": {
+        *("proxy.core", "proxy.wire", "proxy.live.engines", "proxy.live.frontend"),
+        *("proxy.live.security", "proxy.live.selection"),
+    },
     "proxy.live.selection": {
         *("proxy.core", "proxy.wire"),
         *("proxy.live.engines", "proxy.live.frontend", "proxy.live.openai"),
@@ -168,17 +172,17 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_650, 34),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (36_850, 116),
+    "proxy/live": (37_500, 117),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (5_950, 26),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
     "engine_patch": (650, 5),
-    "scripts": (16_650, 44),
+    "scripts": (16_800, 45),
     "tests/support": (12_500, 43),
     # All of it.
-    "tests": (112_550, 405),
+    "tests": (113_000, 406),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

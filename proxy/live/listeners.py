@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.frontend.groups import Groups
     from balanceroute.proxy.live.picker import Picker
+    from balanceroute.proxy.live.select_service import SelectService
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
@@ -270,6 +271,45 @@ class AdminListener:
             await self.server.start(host, port)
         except OSError as error:
             raise not_bound("--admin-host {} --admin-port {}", host, port, error) from None
+
+
+async def serve_selections(
+    config: "ProxyConfig", groups: "Groups", gateway: Gateway, environment: "Environment"
+) -> "SelectService | None":
+    """Serve routers that ask for engines; return None, and import nothing of it, where none may.
+
+    Raises:
+        ConfigError: The address cannot be bound, or a connector does not prefill first.
+    """
+    if config.gateway.select_key_file is None:
+        return None
+    if any(one.intake.context.connector.decode_first for one in groups):
+        raise ConfigError(
+            "--select-key-file: with this --connector a rank begins, and calls for the prefill"
+        )
+    from balanceroute.proxy.live import select_service  # noqa: PLC0415
+    from balanceroute.proxy.live.selection import Selector  # noqa: PLC0415
+
+    # One router has all connections, and each of its requests that waits for an engine holds one.
+    limits = replace(
+        config.limits,
+        body_limit_bytes=select_service.MAX_BODY_BYTES,
+        connection_limit=select_service.CONNECTIONS,
+        peer_connection_limit=0,
+    )
+    service = select_service.SelectService(
+        groups,
+        Selector(groups, gateway.refusals, environment.unix_s),
+        unique=groups.context.unique,
+        keys=config.credentials.select_keys,
+        limits=limits,
+    )
+    host, port = config.gateway.select_host, config.gateway.select_port
+    try:
+        await service.server.start(host, port)
+    except OSError as error:
+        raise not_bound("--select-host {} --select-port {}", host, port, error) from None
+    return service
 
 
 def _connections(config: "ProxyConfig") -> Make:

@@ -30,7 +30,7 @@ from balanceroute.proxy.live.deployment import Deployment, snapshot_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.groups import Group, Groups
-from balanceroute.proxy.live.listeners import AdminListener, PublicListener
+from balanceroute.proxy.live.listeners import AdminListener, PublicListener, serve_selections
 from balanceroute.proxy.live.request.shared import Death, Suspects
 from balanceroute.proxy.live.scheduling.forecast import Forecast
 from balanceroute.proxy.live.settings.effects import without_effect
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.leader.leadership import Leadership
     from balanceroute.proxy.live.scaling import ScalingSignals
     from balanceroute.proxy.live.security import Credentials
+    from balanceroute.proxy.live.select_service import SelectService
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
     from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
     from balanceroute.proxy.live.tracing.exporter import SpanExporter
@@ -152,6 +153,9 @@ DEFAULT = ""
 
 class Proxy:
     """One proxy. `start` it, then `drain` and `close` it."""
+
+    # Where other routers ask; None if they ask nowhere.
+    select_service: "SelectService | None" = None
 
     def __init__(
         self,
@@ -329,7 +333,8 @@ class Proxy:
         self._over.result()
 
     def servers(self) -> "list[Server]":
-        return [self.server] if self.admin is None else [self.server, self.admin]
+        found = [self.server] if self.admin is None else [self.server, self.admin]
+        return found if self.select_service is None else [*found, self.select_service.server]
 
     async def drain(self) -> None:
         """Take nothing new, and wait until everything that runs has ended or time is up."""
@@ -415,6 +420,8 @@ class Proxy:
             self.pages.close()
         if self.leadership is not None:
             self.leadership.close()
+        if self.select_service is not None:
+            await self.select_service.close()
         for deployment in self.deployments.values():
             await deployment.close()
         if self.admin is not None:
@@ -545,6 +552,8 @@ class Proxy:
             for deployment in self.deployments.values():
                 deployment.fetcher.use_key(credentials.engine_key.value)
         self._public.use(credentials)
+        if self.select_service is not None:
+            self.select_service.keys = credentials.select_keys
 
     def _use_tenants(self, credentials: "Credentials") -> None:
         for deployment in self.deployments.values():
@@ -605,11 +614,19 @@ class Proxy:
             orders=self.pages if config.listening.control_on_api_port else None,
         )
         self.gateway, self.server = public.gateway, public.server
-        self.gateway.page_of_unit = self._page_of_unit()
+        if names := config.gateway.picker_names:
+            from balanceroute.proxy.live.unit_metrics import page_of_unit  # noqa: PLC0415
+
+            self.gateway.page_of_unit = page_of_unit(
+                *(names, self._groups, self._environment.unix_s),
+                gauges=lambda name: self.deployments[name].scraper.gauges(),
+            )
         self._scaling = self._scaling_signals()
         if public.http3 is not None:
             self.metrics.collect_from(HandshakeMetrics(public.http3.handshakes))
         await public.start(self._environment.public_sockets)
+        asked = (config, self._groups, self.gateway, self._environment)
+        self.select_service = await serve_selections(*asked)
         for deployment in self.deployments.values():
             self._connect_back(deployment)
         self._use_tenants(config.credentials)
@@ -631,21 +648,6 @@ class Proxy:
         )
         self.metrics.collect_from(signals)
         return signals
-
-    def _page_of_unit(self) -> "Callable[[], bytes] | None":
-        """Return what makes the page for endpoint pickers; None, and nothing of it is imported, without one."""
-        names = self.config.gateway.picker_names
-        if not names:
-            return None
-        from balanceroute.proxy.live.unit_metrics import KEPT_S, UnitMetrics  # noqa: PLC0415
-
-        unit = UnitMetrics(
-            names,
-            self._groups,
-            gauges=lambda name: self.deployments[name].scraper.gauges(),
-            unix_s=self._environment.unix_s,
-        )
-        return MetricsPage(unit.render, asyncio.get_running_loop().time, KEPT_S)
 
     def _make_pages(self) -> Admin:
         config = self.config

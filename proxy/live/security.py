@@ -68,11 +68,13 @@ class Credentials:
     engine_key: Secret | None  # Sent to the engines as their API key.
     admin_token: Secret | None  # What administrators present; None if they need no token.
     tenants: tuple[Tenant, ...] = ()  # Empty if there are none.
+    # One of them is presented by who asks the select service; empty where that is off.
+    select_keys: tuple[Secret, ...] = ()
 
     @property
     def secrets(self) -> list[Secret]:
         others = (self.engine_key, self.admin_token)
-        return [*self.api_keys, *(one for one in others if one is not None)]
+        return [*self.api_keys, *self.select_keys, *(one for one in others if one is not None)]
 
 
 def matches_any(secrets: Iterable[Secret], given: bytes) -> bool:

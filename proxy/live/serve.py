@@ -189,6 +189,10 @@ def _why_alone(proxy: Proxy, command: ServeCommand) -> str | None:
         return "connections of HTTP/3 stay with the process that has them (--http3)"
     if proxy.config.gateway.pick != "off":
         return "streams of gateways stay with the process that has them (--pick)"
+    if proxy.select_service is not None:
+        return (
+            "reservations of other routers stay with the process that has them (--select-key-file)"
+        )
     if proxy.called_back:
         return "decode ranks call the process back that has their requests"
     return None
@@ -212,6 +216,7 @@ def _announce(proxy: Proxy, command: ServeCommand, descriptors: int, *, native: 
     admin_port = None if proxy.admin is None else proxy.admin.port
     announce(config, proxy.server.port, admin_port)
     instances = [one.instances for one in proxy.deployments.values()]
+    service = proxy.select_service
     _log.info(
         "serving",
         extra={
@@ -223,6 +228,7 @@ def _announce(proxy: Proxy, command: ServeCommand, descriptors: int, *, native: 
                 "descriptors": descriptors,
                 "connection_limit": config.limits.connection_limit,
                 "native": native,
+                **({} if service is None else {"select_port": service.server.port}),
             }
         },
     )

@@ -23,6 +23,7 @@ from prometheus_client.samples import Sample
 from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.live.engines.instances import Rank, Target
 from balanceroute.proxy.live.scheduling.scraped_loads import load_of
+from balanceroute.proxy.live.telemetry.metrics import MetricsPage
 from balanceroute.proxy.live.telemetry.registry import render
 
 if TYPE_CHECKING:
@@ -51,6 +52,18 @@ class _Cache(NamedTuple):
     usage: float
     tokens: int
     block_tokens: int
+
+
+def page_of_unit(
+    names: Mapping[str, str],
+    groups: "Groups",
+    unix_s: Callable[[], float],
+    *,
+    gauges: "Callable[[str], Mapping[Target, EngineGauges]]",
+) -> Callable[[], bytes]:
+    """Return what makes the page; the arguments are those of `UnitMetrics`."""
+    unit = UnitMetrics(names, groups, gauges=gauges, unix_s=unix_s)
+    return MetricsPage(unit.render, groups.context.clock, KEPT_S)
 
 
 class UnitMetrics(Collector):

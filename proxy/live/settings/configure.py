@@ -173,7 +173,7 @@ def _configured(
         leader=_leader(given),
         listening=listening,
         http3=_http3(given, listening),
-        gateway=_gateway(given),
+        gateway=_gateway(given, listening),
         admission=given.read(AdmissionSettings),
         scheduling=scheduling,
         scheduler=given.read(SchedulerConfig, ranks=1, batch_limit=scheduling.batch),
@@ -310,8 +310,14 @@ def _credentials(
     if listening.takes_orders and listening.admin_token_file is not None:
         with given.blamed("admin_token_file"):
             admin_token = read_secret(listening.admin_token_file)
+    select_keys: tuple[Secret, ...] = ()
+    if (select_file := given.read(GatewaySettings).select_key_file) is not None:
+        with given.blamed("select_key_file"):
+            select_keys = read_secrets(select_file)
     return Credentials(
-        api_keys, engine_key, admin_token, _tenants(given, given.read(AdmissionSettings), api_keys)
+        *(api_keys, engine_key, admin_token),
+        _tenants(given, given.read(AdmissionSettings), api_keys),
+        select_keys,
     )
 
 
@@ -364,8 +370,14 @@ def _check_certificate(given: Given, listening: ListeningSettings) -> None:
         raise ConfigError(f"{given.where('tls_key')}: needs --tls-cert too")
 
 
-def _gateway(given: Given) -> GatewaySettings:
+def _gateway(given: Given, listening: ListeningSettings) -> GatewaySettings:
     gateway = given.read(GatewaySettings)
+    taken = [(listening.host, listening.port)]
+    taken += [(listening.admin_host, listening.admin_port)] if listening.admin else []
+    own = gateway.select_host, gateway.select_port
+    if gateway.select_key_file is not None and own in taken and own[1] != 0:
+        reason = f"is {own[1]}, which serves others already: name another"
+        raise ConfigError(f"{given.where('select_port')} {reason}")
     names = list(gateway.picker_names.values())
     for name in names:
         if names.count(name) > 1:

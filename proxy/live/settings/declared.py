@@ -461,6 +461,12 @@ class GatewaySettings:
         "obey the header test-epp-endpoint-selection, for conformance tests of a gateway; whoever sends it "
         "chooses the engine",
     )
+    select_key_file: Path | None = file(
+        "also say over HTTP which engine takes a request, to routers that move its bytes themselves; holds "
+        "the keys that they present, one a line"
+    )
+    select_host: str = text("127.0.0.1", "address on which they ask", host_name, metavar="ADDRESS")
+    select_port: int = integer(8092, "port on which they ask; 0 for a free one", 0, 65_535)
 
     @property
     def picker_names(self) -> dict[str, str]:

@@ -191,6 +191,11 @@ _TABLE = (
         "without --pick",
         lambda c: c.gateway.pick == "off",
     ),
+    _Idle(
+        ("select_host", "select_port"),
+        "without --select-key-file",
+        lambda c: c.gateway.select_key_file is None,
+    ),
     _Idle(("http2_streams",), "without --http2", lambda c: not c.gateway.http2),
     _Idle(
         ("admin_host", "admin_port", "admin_name"),

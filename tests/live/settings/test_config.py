@@ -307,6 +307,7 @@ def secrets_everywhere(folder: Path) -> ProxyConfig:
         api_key_file=secret_file(folder, "a", "hunter2-a\nhunter2-b\n"),
         engine_key_file=secret_file(folder, "b", "hunter2-c\n"),
         admin_token_file=secret_file(folder, "c", "hunter2-d\n"),
+        select_key_file=secret_file(folder, "d", "hunter2-f\n"),
     )
 
 
@@ -326,6 +327,7 @@ def test_the_redacted_configuration_tells_everything_else(tmp_path: Path) -> Non
         "engine_key": "***",
         "admin_token": "***",
         "tenants": [],
+        "select_keys": ["***"],
     }
     listening = config["listening"]
     assert isinstance(listening, dict)

@@ -131,6 +131,8 @@ OF_FILES = {
         "kubernetes_account",
         "admin_token_file",
         "admin_name",
+        "select_host",
+        "select_port",
         "tenants",
     ),
     "fair_queue",
@@ -149,6 +151,7 @@ ALWAYS = {
         "scaling_signals",
         "http2",
         "pick",
+        "select_key_file",
         "admin",
         "control_on_api_port",
         "http3",
@@ -373,3 +376,15 @@ def test_the_start_tells_of_it_and_so_does_a_reload(
 
 def credentials(given: Mapping[str, object]) -> "Credentials":
     return of_flags(**given).credentials
+
+
+def test_where_routers_ask_says_nothing_without_their_keys(tmp_path: Path) -> None:
+    where: dict[str, object] = {"select_host": "127.0.0.3", "select_port": 8093}
+    assert idle(of_flags(**where)) == [
+        "--select-host has no effect without --select-key-file",
+        "--select-port has no effect without --select-key-file",
+    ]
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("key\n")
+    assert idle(of_flags(**where, select_key_file=str(keys))) == []

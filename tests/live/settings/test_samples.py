@@ -129,6 +129,8 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "pick_port": 9102,
     "pick_fallbacks": 3,
     "pick_test_header": True,
+    "select_host": "127.0.0.3",
+    "select_port": 8093,
     "cors_origin": "https://chat.example:8443",
     "admin_name": "OPS.example",
     "connection_limit": 70,
@@ -168,6 +170,7 @@ FILES = {
     "tls_key",
     "api_key_file",
     "admin_token_file",
+    "select_key_file",
     "control_on_api_port",  # Needs that one.
     "engine_key_file",
     "engine_ca_file",
@@ -265,6 +268,7 @@ def test_the_samples_are_in_the_configuration(tmp_path: Path) -> None:
     assert (config.gateway.pick_port, config.gateway.pick_fallbacks) == (9102, 3)
     assert config.gateway.pick_test_header
     assert config.gateway.picker_names == {"lora": "a:b"}
+    assert (config.gateway.select_host, config.gateway.select_port) == ("127.0.0.3", 8093)
     assert config.times.drain_timeout_s == 9.5
     assert config.log == LogSettings(log="none", log_level="debug", load_log_interval_s=0.75)
 

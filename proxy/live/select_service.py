@@ -1,0 +1,538 @@
+"""A select service over HTTP: routers of another make ask which engine takes a request, and move its bytes themselves.
+
+    GET    /health, /ready        need no key
+    GET    /workers               the engines, one row for each server; ?model_name= of one group
+    GET    /loads                 what each rank and prefiller has; likewise
+    POST   /select                who would be chosen now; nothing is reserved
+    POST   /select_and_reserve    reserve a prefiller, or with "phase": "decode" a rank; waits until there is one
+    POST   /reservations          likewise on one engine, by its worker_id or by the selection_id of a /select
+    POST   /reservations/ID/prefill_complete    the prefill has ended: waits for the rank, and names it
+    POST   /reservations/ID/output_block        the rank has made one more block of tokens
+    DELETE /reservations/ID       the request is over; {"output_tokens"?, "failed"?: why}
+
+Paths, members and errors are those of Dynamo's select service (its `lib/kv-router/src/services/selection`,
+1.6 and later), whose members beyond these change nothing here. Two differ: an engine has one role, so a
+request of both has a reservation whose prefiller is named first and whose rank by `prefill_complete`, and
+workers are registered where this proxy finds its engines. A reservation that nobody ends is ended by the
+time limits of its legs, see `selection`; one whose caller hangs up while it waits, at once.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b, sha256
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from urllib.parse import parse_qs, unquote
+from weakref import WeakKeyDictionary
+
+import msgspec
+from msgspec import Meta, Struct, structs
+
+from balanceroute.proxy.core.events import Eligible
+from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Status
+from balanceroute.proxy.live.security import Secret, matches_any
+from balanceroute.proxy.live.selection import (
+    Asked,
+    Selection,
+    SelectionRefusedError,
+    Selector,
+    endpoint_of,
+)
+from balanceroute.proxy.wire.http1.server import Server
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection, Reply, ServerLimits
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.frontend.groups import Group, Groups
+    from balanceroute.proxy.wire.http1.heads import RequestHead
+
+MAX_BODY_BYTES = 1 << 20
+"""Of a request; of a longer prompt than this holds as token ids, `isl_tokens` says as much."""
+CONNECTIONS = 4096
+"""At a time; each request that waits for an engine has one."""
+BLOCK_TOKENS = 16
+"""What `output_block` counts, as `block_size` tells."""
+
+_MOST_TOKENS = 100_000_000
+_MOST_ASKED = 1024  # Answers of /select that are kept for /reservations, the latest.
+_MOST_BLOCKS = 65_536
+_MOST_NAMED = 4096
+_HASH = (1 << 63) - 1
+_DEFAULT = "default"  # The model and the group of who names none.
+_JSON: Headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
+_OPEN = (b"/health", b"/ready")
+_RESERVATIONS = b"/reservations/"
+_CATALOGUE = "this proxy knows its engines by its settings, discovery or admin listener"
+_LIFECYCLES = {Status.DRAINING: "draining", Status.REMOVED: "draining"}
+
+_Tokens = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
+_Hash = Annotated[int, Meta(ge=-(1 << 63), le=_HASH)]
+_TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+_WorkerId = Annotated[int, Meta(ge=0, le=_HASH)]
+_Text = Annotated[str, Meta(max_length=512)]
+_Engine = Prefiller | Rank
+_Body = TypeVar("_Body", bound=Struct)
+
+
+# What callers send. What is not named here may be there, and changes nothing.
+
+
+class _Prompt(Struct, frozen=True):
+    """A request that is to get an engine."""
+
+    selection_id: _Text | None = None
+    reservation_id: _Text | None = None  # The same, as Dynamo 1.6 called it.
+    model_name: _Text = _DEFAULT
+    routing_group: _Text = _DEFAULT  # Given back, as there is one for each model.
+    phase: Literal["prefill", "decode"] = "prefill"
+    isl_tokens: _Tokens | None = None
+    token_ids: Annotated[list[_TokenId], Meta(min_length=1)] | None = None
+    # Of each full block, with all that comes before it.
+    sequence_hashes: Annotated[list[_Hash], Meta(max_length=_MOST_BLOCKS)] = []
+    block_size: Annotated[int, Meta(ge=1, le=65_536)] = BLOCK_TOKENS
+    expected_output_tokens: _Tokens | None = None
+    max_tokens: _Tokens | None = None
+    session_id: _Text | None = None
+    allowed_worker_ids: Annotated[list[_WorkerId], Meta(max_length=_MOST_NAMED)] | None = None
+    worker_id: _WorkerId | None = None
+    dp_rank: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
+
+
+class _Prefilled(Struct, frozen=True):
+    isl_tokens: _Tokens | None = None  # As its engine counted them.
+
+
+class _Made(Struct, frozen=True):
+    decay_fraction: Annotated[float, Meta(ge=0, le=1)] | None = None
+    # All that the rank has made of it, in place of one more block.
+    output_tokens: Annotated[int, Meta(ge=0, le=_MOST_TOKENS)] | None = None
+
+
+class _Ended(Struct, frozen=True):
+    output_tokens: Annotated[int, Meta(ge=0, le=_MOST_TOKENS)] | None = None
+    failed: _Text | None = None
+
+
+class _RefusedError(Exception):
+    """A call that gets an error answer."""
+
+    def __init__(self, status: int, message: str, headers: Headers | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.headers = status, message, headers or []
+
+
+class SelectService:
+    """The application and its listener.
+
+    Args:
+        groups: Whose engines are asked for.
+        selector: Chooses.
+        unique: Returns ids for reservations whose callers name none.
+        keys: One of them is to be presented, at least one.
+        limits: Of the listener.
+    """
+
+    def __init__(
+        self,
+        groups: "Groups",
+        selector: Selector,
+        *,
+        unique: Callable[[], str],
+        keys: Sequence[Secret],
+        limits: ServerLimits,
+    ) -> None:
+        self.keys = keys
+        self._groups, self._selector, self._unique = groups, selector, unique
+        self._asked: dict[str, _Prompt] = {}  # By `selection_id`, with the engine that was named.
+        self._blocks: WeakKeyDictionary[Selection, int] = WeakKeyDictionary()
+        self._waits: set[asyncio.Task[None]] = set()
+        self.server = Server(self, limits=limits, refuse=_refusal, admit=self._admit)
+        self._routes: dict[bytes, dict[bytes, Callable[[HttpRequest, Reply], None]]] = {
+            b"/health": {b"GET": self._health},
+            b"/ready": {b"GET": self._ready},
+            b"/workers": {b"GET": self._workers},
+            b"/loads": {b"GET": self._loads},
+            b"/select": {b"POST": self._select},
+            b"/select_and_reserve": {b"POST": self._select_and_reserve},
+            b"/reservations": {b"POST": self._reserve},
+        }
+        self._of_reservation = {
+            b"": {b"DELETE": self._end},
+            b"prefill_complete": {b"POST": self._prefill_complete},
+            b"output_block": {b"POST": self._output_block},
+        }
+
+    async def close(self) -> None:
+        """Give up what waits, and close the sockets."""
+        for task in self._waits:
+            task.cancel()
+        self.server.close()
+        await self.server.drain()
+
+    def _admit(self, head: "RequestHead", peer: str) -> Rejection | None:
+        """Return why a request is refused by its head alone."""
+        del peer
+        if head.path in _OPEN:
+            return None
+        given = [value for name, value in head.headers if name == b"authorization"]
+        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+        if scheme.lower() == b"bearer" and matches_any(self.keys, key.strip()):
+            return None
+        return Rejection(401, "the key is missing or wrong", ((b"www-authenticate", b"Bearer"),))
+
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
+        """Answer a request, now or when there is an engine."""
+        try:
+            self._handler(request)(request, reply)
+        except _RefusedError as error:
+            _send_error(reply, error)
+        except SelectionRefusedError as error:
+            _send_error(reply, _words(error))
+
+    def _handler(self, request: HttpRequest) -> "_Handler":
+        path, why = request.path, "method not allowed"
+        methods: Mapping[bytes, Callable[..., None]] | None = self._routes.get(path)
+        if path.startswith(_RESERVATIONS):
+            name, _, verb = path[len(_RESERVATIONS) :].partition(b"/")
+            of_one = self._of_reservation.get(verb, {})
+            reservation = unquote(name.decode("latin-1"))
+            methods = {one: partial(work, reservation) for one, work in of_one.items()}
+        elif path == b"/workers" or path.startswith(b"/workers/"):
+            methods, why = methods or {b"": self._workers}, _CATALOGUE
+        if not methods:
+            raise _RefusedError(404, "route not found")
+        handler = methods.get(b"GET" if request.method == b"HEAD" else request.method)
+        if handler is None:
+            raise _RefusedError(405, why, [(b"allow", b", ".join(methods))])
+        return handler
+
+    # What there is.
+
+    def _health(self, _request: HttpRequest, reply: Reply) -> None:
+        _send(reply, 200, {"status": "ok"})
+
+    def _ready(self, _request: HttpRequest, reply: Reply) -> None:
+        ready, rows = self._groups.ready, self._catalogue(self._groups)
+        up = sum(one["lifecycle"] == "schedulable" for one in rows)
+        _send(reply, 200 if ready else 503, {"ready": ready, "schedulable_workers": up})
+
+    def _workers(self, request: HttpRequest, reply: Reply) -> None:
+        _send(reply, 200, self._catalogue(self._named(request)))
+
+    def _loads(self, request: HttpRequest, reply: Reply) -> None:
+        books = {(row["group"], row["engine"]): row for row in self._selector.loads()}
+        found = []
+        for group in self._named(request):
+            scheduler, rows = group.intake.scheduler, []
+            for engine in _engines(group):
+                row = books[group.name, engine.name]
+                tokens = int(str(row["kv_tokens"]))
+                is_rank = isinstance(engine, Rank)
+                rows.append(
+                    {
+                        "worker_id": worker_id(engine),
+                        "dp_rank": dp_rank(engine),
+                        "role": row["role"],
+                        "potential_prefill_tokens": 0 if is_rank else tokens,
+                        "potential_decode_blocks": tokens // BLOCK_TOKENS if is_rank else 0,
+                        "active_requests": row["requests"],
+                        "kv_tokens": tokens,
+                    }
+                )
+            waiting = scheduler.prefill_queue.waiting + len(scheduler.pool.entries)
+            found.append({**_names(group), "loads": rows, "pending_count": waiting})
+        _send(reply, 200, found)
+
+    def _named(self, request: HttpRequest) -> "list[Group]":
+        """Return the groups that a query asks for."""
+        asked = parse_qs(request.query.decode("latin-1"), max_num_fields=8)
+        names = asked.get("model_name", [])
+        return [self._group(name) for name in names] or list(self._groups)
+
+    def _group(self, model: str) -> "Group":
+        found = self._groups.find("" if model == _DEFAULT else model)
+        if found is None:
+            raise _RefusedError(404, f"there is no model {model[:128]!r}")
+        return found
+
+    def _catalogue(self, groups: "Collection[Group] | Groups") -> list[dict[str, object]]:
+        found: dict[tuple[str, int], dict[str, object]] = {}
+        for group in groups:
+            for engine in _engines(group):
+                number, rank = worker_id(engine), dp_rank(engine)
+                row = found.setdefault(
+                    (group.name, number),
+                    {
+                        "worker_id": number,
+                        **_names(group),
+                        "lifecycle": "unschedulable",
+                        "role": engine.target.role.value,
+                        "endpoint": f"http://{endpoint_of(engine)}",
+                        "block_size": BLOCK_TOKENS,
+                        "data_parallel_start_rank": rank,
+                        "data_parallel_size": 0,
+                    },
+                )
+                row["data_parallel_size"] = int(str(row["data_parallel_size"])) + 1
+                if engine.open:
+                    row["lifecycle"] = "schedulable"
+                elif row["lifecycle"] != "schedulable":
+                    row["lifecycle"] = _LIFECYCLES.get(engine.status, "unschedulable")
+        return list(found.values())
+
+    # Who is chosen.
+
+    def _select(self, request: HttpRequest, reply: Reply) -> None:
+        asked = _read(request, _PROMPT)
+        group = self._group(asked.model_name)
+        tokens = _tokens(asked)
+        books = {row["engine"]: row for row in self._selector.loads() if row["group"] == group.name}
+        allowed = self._eligible(group, asked)
+        found: list[_Engine] = [
+            engine
+            for engine in _engines(group)
+            if engine.open
+            and isinstance(engine, Rank) == (asked.phase == "decode")
+            and (allowed is None or engine.id in _ids(allowed, engine))
+        ]
+        if not found:
+            raise _RefusedError(503, f"no worker of the phase {asked.phase} is schedulable")
+        least = min(found, key=lambda one: int(str(books[one.name]["kv_tokens"])))
+        number, rank = worker_id(least), dp_rank(least)
+        name = asked.selection_id or asked.reservation_id
+        if name is not None:
+            self._asked[name] = structs.replace(asked, worker_id=number, dp_rank=rank)
+            if len(self._asked) > _MOST_ASKED:
+                del self._asked[next(iter(self._asked))]
+        _send(reply, 200, _choice(name, asked, least) | {"effective_prefill_tokens": tokens})
+
+    def _select_and_reserve(self, request: HttpRequest, reply: Reply) -> None:
+        self._begin(structs.replace(_read(request, _PROMPT), worker_id=None), reply, 200)
+
+    def _reserve(self, request: HttpRequest, reply: Reply) -> None:
+        asked = _read(request, _PROMPT)
+        if asked.worker_id is None:
+            name = asked.selection_id or asked.reservation_id or ""
+            kept = self._asked.pop(name, None)
+            if kept is None:
+                raise _RefusedError(404, f"there is no selection {name[:128]!r}, and no worker_id")
+            asked = kept
+        self._begin(asked, reply, 201)
+
+    def _begin(self, asked: _Prompt, reply: Reply, status: int) -> None:
+        group, tokens = self._group(asked.model_name), _tokens(asked)
+        name = asked.selection_id or asked.reservation_id or self._unique()
+        eligible, decodes = self._eligible(group, asked), asked.phase == "decode"
+        if asked.worker_id is not None:
+            named = self._worker(group, asked)
+            decodes = isinstance(named[0], Rank)
+            eligible = _only(group, named)
+        blocks = asked.sequence_hashes[: tokens // asked.block_size]
+        session = "" if asked.session_id is None else asked.session_id
+        found = self._selector.select(
+            Asked(
+                name,
+                tokens,
+                "" if asked.model_name == _DEFAULT else asked.model_name,
+                max_tokens=asked.max_tokens,
+                expected_tokens=asked.expected_output_tokens,
+                prefilled=decodes,
+                eligible=eligible,
+                session=_number(session),
+                blocks=tuple(one & _HASH for one in blocks),
+                block_tokens=float(asked.block_size) if blocks else 0.0,
+            )
+        )
+
+        async def choose() -> None:
+            engine = None if decodes else await found.prefiller()
+            chosen = engine or await found.rank()
+            row = _choice(name, asked, chosen)
+            _send(reply, status, row | {"effective_prefill_tokens": 0 if decodes else tokens})
+
+        self._wait(found, reply, choose())
+
+    def _wait(self, found: Selection, reply: Reply, work: Coroutine[None, None, None]) -> None:
+        """Do what answers once there is an engine; give the request up if its caller hangs up before."""
+
+        async def answer() -> None:
+            try:
+                await work
+            except SelectionRefusedError as error:
+                _send_error(reply, _words(error))
+            finally:
+                reply.on_closed = None
+
+        def hung_up() -> None:
+            found.cancel()
+
+        reply.on_closed = hung_up
+        task = asyncio.get_running_loop().create_task(answer())
+        self._waits.add(task)
+        task.add_done_callback(self._waits.discard)
+
+    # What becomes of it.
+
+    def _find(self, name: str) -> Selection:
+        found = self._selector.find(name)
+        if found is None:
+            raise _RefusedError(404, f"there is no reservation {name[:128]!r}")
+        return found
+
+    def _prefill_complete(self, name: str, request: HttpRequest, reply: Reply) -> None:
+        told = _read(request, _PREFILLED, may_be_empty=True)
+        found = self._find(name)
+        found.prefilled(told.isl_tokens)
+
+        async def choose() -> None:
+            rank = await found.rank()
+            _send(reply, 200, {"status": "ok", "selection_id": name, **_place(rank)})
+
+        self._wait(found, reply, choose())
+
+    def _output_block(self, name: str, request: HttpRequest, reply: Reply) -> None:
+        told = _read(request, _MADE, may_be_empty=True)
+        found = self._find(name)
+        tokens = told.output_tokens
+        if tokens is None:
+            tokens = (self._blocks.get(found, 0) + 1) * BLOCK_TOKENS
+        if not found.emitted(tokens):
+            raise _RefusedError(409, f"no rank has the reservation {name[:128]!r} yet")
+        self._blocks[found] = tokens // BLOCK_TOKENS
+        _send(reply, 200, {"status": "ok"})
+
+    def _end(self, name: str, request: HttpRequest, reply: Reply) -> None:
+        told = _read(request, _ENDED, may_be_empty=True)
+        found = self._find(name)
+        if told.failed is None:
+            found.ended(told.output_tokens)
+        else:
+            found.failed(told.failed)
+        _send(reply, 200, {"status": "ok"})
+
+    # Engines by what callers call them.
+
+    def _worker(self, group: "Group", asked: _Prompt) -> list[_Engine]:
+        """Return the engines of a worker, or its one rank that is named."""
+        found = [one for one in _engines(group) if worker_id(one) == asked.worker_id]
+        if not found:
+            raise _RefusedError(404, f"there is no worker {asked.worker_id}")
+        ranks = [one for one in found if asked.dp_rank in (None, dp_rank(one))]
+        if not ranks:
+            raise _RefusedError(404, f"worker {asked.worker_id} has no rank {asked.dp_rank}")
+        return ranks
+
+    def _eligible(self, group: "Group", asked: _Prompt) -> Eligible | None:
+        """Return the engines that a request may have; None for all. A role of which none is named has all."""
+        if asked.allowed_worker_ids is None:
+            return None
+        allowed = set(asked.allowed_worker_ids)
+        known = {worker_id(one) for one in _engines(group)}
+        if strange := sorted(allowed - known):
+            raise _RefusedError(404, f"there is no worker {strange[0]}")
+        return _only(group, [one for one in _engines(group) if worker_id(one) in allowed])
+
+
+_Handler = Callable[[HttpRequest, Reply], None]
+_PROMPT = msgspec.json.Decoder(_Prompt)
+_PREFILLED = msgspec.json.Decoder(_Prefilled)
+_MADE = msgspec.json.Decoder(_Made)
+_ENDED = msgspec.json.Decoder(_Ended)
+
+
+def worker_id(engine: _Engine) -> int:
+    """Return the number of an engine's server, which stays over restarts."""
+    name = f"{engine.target.role.value} {engine.target.url}"
+    return int.from_bytes(sha256(name.encode()).digest()[:6])
+
+
+def dp_rank(engine: _Engine) -> int:
+    header = engine.header if isinstance(engine, Rank) else None
+    return int(header) if header is not None and header.isdigit() else 0
+
+
+def _engines(group: "Group") -> Iterator[_Engine]:
+    yield from group.intake.instances.prefillers
+    yield from group.intake.instances.ranks
+
+
+def _only(group: "Group", engines: Collection[_Engine]) -> Eligible:
+    instances = group.intake.instances
+    prefillers = {one.id for one in engines if isinstance(one, Prefiller)}
+    ranks = {one.id for one in engines if isinstance(one, Rank)}
+    return Eligible(
+        frozenset(prefillers or {one.id for one in instances.prefillers}),
+        frozenset(ranks or {one.id for one in instances.ranks}),
+    )
+
+
+def _ids(eligible: Eligible, engine: _Engine) -> Collection[int]:
+    return eligible.ranks if isinstance(engine, Rank) else eligible.prefillers
+
+
+def _names(group: "Group") -> dict[str, object]:
+    return {"model_name": group.model or _DEFAULT, "routing_group": _DEFAULT}
+
+
+def _place(engine: _Engine) -> dict[str, object]:
+    return {
+        "worker_id": worker_id(engine),
+        "dp_rank": dp_rank(engine),
+        "endpoint": f"http://{endpoint_of(engine)}",
+        "role": engine.target.role.value,
+        "block_size": BLOCK_TOKENS,
+    }
+
+
+def _choice(name: str | None, asked: _Prompt, engine: _Engine) -> dict[str, object]:
+    ids = {} if name is None else {"selection_id": name, "reservation_id": name}
+    names = {"model_name": asked.model_name, "routing_group": asked.routing_group}
+    return {**ids, **names, **_place(engine)}
+
+
+def _tokens(asked: _Prompt) -> int:
+    if asked.token_ids is not None:
+        return len(asked.token_ids)
+    if asked.isl_tokens is None:
+        raise _RefusedError(400, "isl_tokens is required without token_ids")
+    return asked.isl_tokens
+
+
+def _number(session: str) -> int:
+    """Return a conversation as tickets name it; 0 for none."""
+    if not session:
+        return 0
+    return int.from_bytes(blake2b(session.encode(), digest_size=8).digest()) & _HASH or 1
+
+
+def _read(
+    request: HttpRequest, decoder: "msgspec.json.Decoder[_Body]", *, may_be_empty: bool = False
+) -> _Body:
+    """Return the body of a request; what is wrong with it is told with its place."""
+    try:
+        return decoder.decode(request.body or (b"{}" if may_be_empty else b""))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _RefusedError(400, f"the body: {error}") from None
+
+
+def _words(error: SelectionRefusedError) -> _RefusedError:
+    """Return a refusal in the words of this interface."""
+    if error.status == 499:
+        return _RefusedError(409, "the reservation was ended meanwhile")
+    message = str(msgspec.json.decode(error.body)["error"]["message"])
+    return _RefusedError(error.status, message, list(error.headers))
+
+
+def _send(reply: Reply, status: int, what: object) -> None:
+    reply.send(status, list(_JSON), msgspec.json.encode(what))
+
+
+def _send_error(reply: Reply, error: _RefusedError) -> None:
+    given = [one for one in error.headers if one[0] not in (b"content-type", b"cache-control")]
+    reply.send(error.status, [*_JSON, *given], msgspec.json.encode({"error": error.message}))
+
+
+def _refusal(
+    rejection: Rejection, head: "RequestHead | None", peer: str
+) -> "tuple[Headers, bytes]":
+    del head, peer
+    return [*_JSON, *rejection.headers], msgspec.json.encode({"error": rejection.message})
