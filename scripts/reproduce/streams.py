@@ -221,14 +221,8 @@ async def frames(reader: asyncio.StreamReader) -> AsyncIterator[tuple[int, bytes
             yield number, await reader.readexactly(size)
 
 
-async def over_bytes(loop: VirtualLoop, transport: str, play: Play) -> list[float]:
-    """Send the requests over streams of bytes, which stand for TLS over TCP; return the time of each.
-
-    Each is the only stream of a connection of QUIC, so whatever follows a lost packet waits for it. Answers
-    go back as they are there.
-    """
-    play.link(loop)
-    tasks, cert = Tasks(), play.folder / "cert.pem"
+def both_ends(folder: Path) -> tuple[QuicConfiguration, QuicConfiguration]:
+    """Return the configurations of a client and a server of one stream of bytes a connection."""
     near, far = (
         QuicConfiguration(
             alpn_protocols=["bytes"],
@@ -239,9 +233,20 @@ async def over_bytes(loop: VirtualLoop, transport: str, play: Play) -> list[floa
         )
         for client in (True, False)
     )
+    cert = folder / "cert.pem"
     near.load_verify_locations(cafile=str(cert))
-    far.load_cert_chain(cert, play.folder / "key.pem")
+    far.load_cert_chain(cert, folder / "key.pem")
+    return near, far
 
+
+async def over_bytes(loop: VirtualLoop, transport: str, play: Play) -> list[float]:
+    """Send the requests over streams of bytes, which stand for TLS over TCP; return the time of each.
+
+    Each is the only stream of a connection of QUIC, so whatever follows a lost packet waits for it. Answers
+    go back as they are there.
+    """
+    play.link(loop)
+    tasks, (near, far) = Tasks(), both_ends(play.folder)
     writers, opened = list[asyncio.StreamWriter](), list[QuicConnectionProtocol]()
 
     async def reply(number: int, writer: asyncio.StreamWriter) -> None:

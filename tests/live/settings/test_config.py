@@ -462,6 +462,7 @@ SPREAD = {
     "client_deadline": "tenants have their own, which goes before it",
     "body_limit_bytes": "also of bodies that a gateway sends to the picker",
     "pool_limit": "the limit in effect is a metric, and on the page of the state",
+    "queue_limit": "a tenant has one of its own, which the page shows",
     "warm_up": "also the part of the core that it switches on",
 }
 # Names that more than one record has.
