@@ -15,6 +15,7 @@ PARTS = {
     "Operate": (
         "fleet",
         "behind_a_gateway",
+        "scale",
         "administration",
         "operations",
         "tenants",
@@ -35,6 +36,7 @@ PARTS = {
         "appendix/prefill",
         "appendix/predictors",
         "appendix/overload",
+        "appendix/scale",
         "appendix/live",
         "appendix/models",
         "appendix/doctor",
