@@ -18,10 +18,11 @@ time limits of its legs, see `selection`; one whose caller hangs up while it wai
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b, sha256
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from urllib.parse import parse_qs, unquote
 from weakref import WeakKeyDictionary
 
@@ -52,11 +53,13 @@ CONNECTIONS = 4096
 BLOCK_TOKENS = 16
 """What `output_block` counts, as `block_size` tells."""
 
-_MOST_TOKENS = 100_000_000
+_MOST_TOKENS = 1 << 24  # More than any context has.
+_MOST_BLOCKS = 8192  # Whose hashes a request may have.
 _MOST_ASKED = 1024  # Answers of /select that are kept for /reservations, the latest.
-_MOST_BLOCKS = 65_536
+_KEPT_BLOCKS = 512  # Of each of them.
 _MOST_NAMED = 4096
 _HASH = (1 << 63) - 1
+_log = logging.getLogger(__name__)
 _DEFAULT = "default"  # The model and the group of who names none.
 _JSON: Headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
 _OPEN = (b"/health", b"/ready")
@@ -211,21 +214,20 @@ class SelectService:
         _send(reply, 200, {"status": "ok"})
 
     def _ready(self, _request: HttpRequest, reply: Reply) -> None:
-        ready, rows = self._groups.ready, self._catalogue(self._groups)
-        up = sum(one["lifecycle"] == "schedulable" for one in rows)
-        _send(reply, 200 if ready else 503, {"ready": ready, "schedulable_workers": up})
+        ready = self._groups.ready
+        up = {one.target for group in self._groups for one in _engines(group) if one.open}
+        _send(reply, 200 if ready else 503, {"ready": ready, "schedulable_workers": len(up)})
 
     def _workers(self, request: HttpRequest, reply: Reply) -> None:
         _send(reply, 200, self._catalogue(self._named(request)))
 
     def _loads(self, request: HttpRequest, reply: Reply) -> None:
-        books = {(row["group"], row["engine"]): row for row in self._selector.loads()}
-        found = []
+        books, found = self._books(), []
         for group in self._named(request):
             scheduler, rows = group.intake.scheduler, []
             for engine in _engines(group):
-                row = books[group.name, engine.name]
-                tokens = int(str(row["kv_tokens"]))
+                row = books[group.name, engine.target.role.value, engine.name]
+                tokens = row["kv_tokens"]
                 is_rank = isinstance(engine, Rank)
                 rows.append(
                     {
@@ -241,6 +243,11 @@ class SelectService:
             waiting = scheduler.prefill_queue.waiting + len(scheduler.pool.entries)
             found.append({**_names(group), "loads": rows, "pending_count": waiting})
         _send(reply, 200, found)
+
+    def _books(self) -> dict[tuple[Any, ...], dict[str, Any]]:
+        """Return what each engine has, by its group, role and name."""
+        rows: list[dict[str, Any]] = self._selector.loads()
+        return {(row["group"], row["role"], row["engine"]): row for row in rows}
 
     def _named(self, request: HttpRequest) -> "list[Group]":
         """Return the groups that a query asks for."""
@@ -285,7 +292,7 @@ class SelectService:
         asked = _read(request, _PROMPT)
         group = self._group(asked.model_name)
         tokens = _tokens(asked)
-        books = {row["engine"]: row for row in self._selector.loads() if row["group"] == group.name}
+        books = self._books()
         allowed = self._eligible(group, asked)
         found: list[_Engine] = [
             engine
@@ -296,11 +303,19 @@ class SelectService:
         ]
         if not found:
             raise _RefusedError(503, f"no worker of the phase {asked.phase} is schedulable")
-        least = min(found, key=lambda one: int(str(books[one.name]["kv_tokens"])))
+        role = found[0].target.role.value
+        least = min(found, key=lambda one: books[group.name, role, one.name]["kv_tokens"])
         number, rank = worker_id(least), dp_rank(least)
         name = asked.selection_id or asked.reservation_id
         if name is not None:
-            self._asked[name] = structs.replace(asked, worker_id=number, dp_rank=rank)
+            self._asked[name] = structs.replace(
+                asked,
+                worker_id=number,
+                dp_rank=rank,
+                token_ids=None,
+                isl_tokens=tokens,
+                sequence_hashes=asked.sequence_hashes[:_KEPT_BLOCKS],
+            )
             if len(self._asked) > _MOST_ASKED:
                 del self._asked[next(iter(self._asked))]
         _send(reply, 200, _choice(name, asked, least) | {"effective_prefill_tokens": tokens})
@@ -359,6 +374,9 @@ class SelectService:
                 await work
             except SelectionRefusedError as error:
                 _send_error(reply, _words(error))
+            except Exception:
+                _log.exception("select service: a call failed")
+                _send_error(reply, _RefusedError(500, "internal error; the log says more"))
             finally:
                 reply.on_closed = None
 

@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.settings.configs import of_flags
 from tests.script import ROOT, script
-from tests.support.site import Exchanged, Scenario, Site, play
+from tests.support.site import Exchanged, Scenario, Site, play, play_groups
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.select_service import BLOCK_TOKENS, MAX_BODY_BYTES, SelectService
+from balanceroute.proxy.live.select_service import (
+    _MOST_ASKED,
+    BLOCK_TOKENS,
+    MAX_BODY_BYTES,
+    SelectService,
+)
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
@@ -390,6 +395,62 @@ async def test_a_flood_is_refused_with_the_time_to_come_again(site: Site) -> Non
         elif not one.over:
             one.call.abort()
     await asyncio.sleep(1.0)
+
+
+@asked()
+async def test_what_select_keeps_is_bounded(site: Site) -> None:
+    service = service_of(site)
+    many = {"token_ids": [7] * 9_000, "sequence_hashes": list(range(560)), "phase": "decode"}
+    for number in range(_MOST_ASKED + 3):
+        await call(site, "/select", many | {"selection_id": str(number)})
+    assert len(service._asked) == _MOST_ASKED
+    kept = service._asked[str(_MOST_ASKED)]
+    assert (kept.token_ids, kept.isl_tokens, len(kept.sequence_hashes)) == (None, 9_000, 512)
+    assert "no selection '2'" in error(
+        await call(site, "/reservations", {"selection_id": "2"}), 404
+    )
+    assert (await call(site, "/reservations", {"selection_id": "3"})).status == 201
+    await call(site, "/reservations/3", method="DELETE")
+
+
+@asked()
+async def test_a_fault_of_its_own_is_answered(site: Site) -> None:
+    await reserved(site, "one")
+    selection = service_of(site)._selector.find("one")
+    assert selection is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "rank", lambda: asyncio.sleep(0.0, "no rank"))
+        answer = await call(site, "/reservations/one/prefill_complete")
+    assert "internal error" in error(answer, 500)
+    await call(site, "/reservations/one", method="DELETE")
+
+
+def test_each_model_has_its_own_workers(tmp_path: Path) -> None:
+    async def scenario(site: Site) -> None:
+        rows = await get(site, "/workers")
+        assert {one["model_name"] for one in rows} == {"small", "large"}
+        small = await get(site, "/workers?model_name=small")
+        assert {one["model_name"] for one in small} == {"small"}
+        ids = {one["worker_id"] for one in small}
+        for place in range(3):
+            chosen = await reserved(site, str(place), model_name="small")
+            assert (chosen["model_name"], chosen["worker_id"] in ids) == ("small", True)
+        foreign = next(one["worker_id"] for one in rows if one["model_name"] == "large")
+        body = {"selection_id": "4", "isl_tokens": 5, "model_name": "small", "worker_id": foreign}
+        assert f"no worker {foreign}" in error(await call(site, "/reservations", body), 404)
+        for name in ("default", "other"):
+            strange = {"isl_tokens": 5, "model_name": name}
+            assert "no model" in error(await call(site, "/select_and_reserve", strange), 404)
+        assert "no model" in error(await call(site, "/loads?model_name=other", method="GET"), 404)
+        found = await get(site, "/loads?model_name=small")
+        assert [one["model_name"] for one in found] == ["small"]
+        assert sum(one["active_requests"] for one in found[0]["loads"]) == 3
+        assert found[0]["pending_count"] == 0
+        for place in range(3):
+            await call(site, f"/reservations/{place}", method="DELETE")
+
+    flags = on(tmp_path)
+    play_groups(scenario, flags={name: flags[name] for name in ("select_key_file", "select_port")})
 
 
 # Whether it is there.
