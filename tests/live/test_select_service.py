@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -451,6 +452,53 @@ def test_each_model_has_its_own_workers(tmp_path: Path) -> None:
 
     flags = on(tmp_path)
     play_groups(scenario, flags={name: flags[name] for name in ("select_key_file", "select_port")})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_callers_do_nothing_is_left(seed: int, tmp_path: Path) -> None:
+    """Verbs in any order, at once, of few names, by callers who hang up; engines come and go."""
+    draw = random.Random(seed)
+    verbs = (
+        *(("POST", "/select_and_reserve"), ("POST", "/select"), ("POST", "/reservations")) * 2,
+        *(("POST", "/reservations/{}/prefill_complete"),) * 5,
+        *(("POST", "/reservations/{}/output_block"), ("DELETE", "/reservations/{}")) * 2,
+    )
+
+    async def scenario(site: Site) -> None:
+        rows = await get(site, "/workers")
+        roster = site.world.proxy.deployment.roster
+        rank = site.world.proxy.deployment.instances.ranks[0].target
+        open_calls: list[Exchanged] = []
+        for step in range(400):
+            method, path = draw.choice(verbs)
+            name = str(draw.randrange(9))
+            body: dict[str, object] = {"selection_id": name, "isl_tokens": draw.randint(1, 3_000)}
+            if path == "/reservations" and draw.random() < 0.7:
+                body["worker_id"] = draw.choice(rows)["worker_id"]
+            body["phase"] = draw.choice(("prefill", "decode"))
+            if "{}" in path:
+                told: tuple[dict[str, object], ...] = ({}, {"output_tokens": 70}, {"failed": "x"})
+                body = draw.choice(told)
+            open_calls.append(send(site, path.format(name), body, method=method))
+            if draw.random() < 0.15:
+                one = open_calls.pop(draw.randrange(len(open_calls)))
+                if not one.over:
+                    one.call.abort()
+            if draw.random() < 0.5:
+                await asyncio.sleep(draw.random())
+            if step == 150:
+                roster.drain(rank.role, rank.url)
+            if step == 250:
+                roster.remove(rank.role, rank.url, force=True)
+        for number in range(9):
+            await call(site, f"/reservations/{number}", method="DELETE")
+        await asyncio.sleep(1.0)
+        statuses = {one.status for one in open_calls}
+        assert statuses <= {200, 201, 404, 409, 503}, statuses
+        assert {200, 201, 404, 409} <= statuses
+        assert len(service_of(site)._selector) == 0
+
+    play(scenario, flags=on(tmp_path) | {"scrape_interval_s": 1000.0})
 
 
 # Whether it is there.
