@@ -8,14 +8,12 @@ from balanceroute.predictors.base import (
     Predictor,
     RequestFeatures,
 )
-from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import PredictorFileError, load, save
 from balanceroute.predictors.state import Savable, State, StateError
 from balanceroute.predictors.survival import Hinted, Survival
 
 __all__ = [
     "Capped",
-    "ExactMatch",
     "Hinted",
     "NoPrediction",
     "Oracle",

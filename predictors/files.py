@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from balanceroute.predictors.base import PastRequest
-from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.state import Savable, State, StateError
 from balanceroute.predictors.survival import Survival
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
@@ -45,7 +44,19 @@ class Kind:
     require: Callable[[], object] = lambda: None
 
 
-# Here, so that nobody else imports the trees.
+# Here, so that nobody else imports them.
+
+
+def _restored_exact_match(state: State) -> Savable:
+    from balanceroute.predictors.exact_match import ExactMatch  # noqa: PLC0415
+
+    return ExactMatch.from_state(state)
+
+
+def _exact_match(past: Sequence[PastRequest] = (), **_: object) -> Savable:
+    from balanceroute.predictors.exact_match import ExactMatch  # noqa: PLC0415
+
+    return ExactMatch(past)
 
 
 def _restored_gbdt(state: State) -> Savable:
@@ -70,9 +81,7 @@ KINDS = {
     "survival": Kind(
         Survival.from_state, lambda past, **_: Survival.of_past(past), untrained=Survival
     ),
-    "exact-match": Kind(
-        ExactMatch.from_state, lambda past, **_: ExactMatch(past), untrained=ExactMatch
-    ),
+    "exact-match": Kind(_restored_exact_match, _exact_match, untrained=_exact_match),
     "gbdt": Kind(_restored_gbdt, _trained_gbdt, require=_require_lightgbm),
 }
 """By the name on the command line, which is the `kind` of their states too."""

@@ -8,7 +8,7 @@ from tests.script import script
 
 house = script("house")
 TABLE = """
-predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor PredictorFileError
+predictors: Capped Hinted NoPrediction Oracle PastRequest Predictor PredictorFileError
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
 proxy.core.admission: ADMISSIONS Admission Aimd AimdOptions AimdSettings Allowance BoundedQueue Budget Decision

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute import __version__
-from balanceroute.predictors import NoPrediction, Survival, evaluation, files
+from balanceroute.predictors import NoPrediction, Survival, files, measures
 from balanceroute.predictors.evaluation import (
     PredictorJudgement,
     Replay,
@@ -142,7 +142,7 @@ def _draw_reliability(
     chart.plot([0, 1], [0, 1], color=SOFT, lw=0.8, label="as predicted")
     edges = np.linspace(0.0, 1.0, _BINS + 1)
     for name, judgement in judgements.items():
-        diagram = evaluation.reliability(judgement.answers.p_finish, rows.finishes, bins=_BINS)
+        diagram = measures.reliability(judgement.answers.p_finish, rows.finishes, bins=_BINS)
         filled = diagram.rows > 0
         label = f"{_shorten(name)}, calibration error {judgement.scores.ece:.3f}"
         predicted, observed = diagram.predicted[filled], diagram.observed[filled]
@@ -170,7 +170,7 @@ def _draw_roc(
         auc = judgement.scores.auc
         if np.isnan(auc):  # All rows came out alike: there is no curve.
             continue
-        false_rate, true_rate = evaluation.roc_curve(judgement.answers.p_finish, rows.finishes)
+        false_rate, true_rate = measures.roc_curve(judgement.answers.p_finish, rows.finishes)
         look = lines[name]._replace(marker="")
         _draw_line(chart, false_rate, true_rate, look, f"{_shorten(name)}, area {auc:.3f}")
     chart.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))
@@ -193,7 +193,7 @@ def _draw_mae(
     ages = rows.age[rows.finishes]
     for name, judgement in judgements.items():
         errors = stage_two_errors(rows, judgement.answers)[rows.finishes]
-        means, _ = evaluation.mean_by_band(errors, ages, _BANDS)
+        means, _ = measures.mean_by_band(errors, ages, _BANDS)
         label = f"{_shorten(name)}, {judgement.scores.mae:.1f} tokens"
         _draw_line(chart, np.arange(len(means), dtype=np.float64), means, lines[name], label)
     last = int(np.searchsorted(_BANDS, ages.max(), side="right")) if ages.size else 1

@@ -8,7 +8,7 @@ from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from balanceroute.predictors import evaluation
+from balanceroute.predictors import measures
 from balanceroute.predictors.evaluation import GAINS, Gain, PredictorJudgement, Replay, Rows
 from balanceroute.proxy.lab.service_levels import print_whole
 
@@ -100,7 +100,7 @@ def as_json(
     """Return a row for each predictor, of JSON's types; what is undefined is null."""
     found: list[dict[str, object]] = []
     for name, judgement in judgements.items():
-        diagram = evaluation.reliability(judgement.answers.p_finish, rows.finishes)
+        diagram = measures.reliability(judgement.answers.p_finish, rows.finishes)
         found.append(
             {"predictor": name}
             | {key: _or_null(value) for key, value in asdict(judgement.scores).items()}

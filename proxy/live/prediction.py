@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from balanceroute.predictors import NoPrediction, Predictor, RequestFeatures, evaluation
+from balanceroute.predictors import NoPrediction, Predictor, RequestFeatures, measures
 from balanceroute.predictors.base import Capped, check_survival, outside_predictor
 from balanceroute.predictors.files import KINDS, PredictorFileError, load, read_state, write_state
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, Savable, State, StateError
@@ -471,16 +471,16 @@ class Scoreboard:
         finish, mean = self._answers[:, place, :rows]
         remaining = self._remaining[:rows]
         happened = remaining <= self._horizon_steps
-        diagram = evaluation.reliability(finish, happened, bins=DECILES)
+        diagram = measures.reliability(finish, happened, bins=DECILES)
         return PredictorScores(
             name=name,
             active=active,
             failed=failed,
             rows=rows,
-            auc=_defined(evaluation.roc_auc(finish, happened)),
-            brier=_defined(evaluation.brier(finish, happened)),
-            ece=_defined(evaluation.expected_calibration_error(diagram)),
-            mae=_defined(evaluation.mean_where(np.abs(mean - remaining), happened)),
+            auc=_defined(measures.roc_auc(finish, happened)),
+            brier=_defined(measures.brier(finish, happened)),
+            ece=_defined(measures.expected_calibration_error(diagram)),
+            mae=_defined(measures.mean_where(np.abs(mean - remaining), happened)),
             predicted=tuple(map(_defined, diagram.predicted.tolist())),
             observed=tuple(map(_defined, diagram.observed.tolist())),
             decile_rows=tuple(diagram.rows.tolist()),

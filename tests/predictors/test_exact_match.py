@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from balanceroute.predictors import (
-    ExactMatch,
     PastRequest,
     Predictor,
     RequestFeatures,
@@ -19,7 +18,7 @@ from balanceroute.predictors import (
     StateError,
     Survival,
 )
-from balanceroute.predictors.exact_match import KeyRecordTable
+from balanceroute.predictors.exact_match import ExactMatch, KeyRecordTable
 from balanceroute.predictors.state import packed
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.predictors import (
-    ExactMatch,
     PastRequest,
     PredictorFileError,
     RequestFeatures,
@@ -23,6 +22,7 @@ from balanceroute.predictors import (
     load,
     save,
 )
+from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import KINDS, train
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from balanceroute.predictors import (
-    ExactMatch,
     Hinted,
     PastRequest,
     RequestFeatures,
@@ -18,6 +17,7 @@ from balanceroute.predictors import (
     Survival,
     survival,
 )
+from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.survival import (
     LEAST_ANSWERS,
     Hint,
