@@ -104,10 +104,10 @@ def smallest() -> tuple[Fleets, FleetTrial]:
 @pytest.mark.parametrize(
     ("prefillers", "ranks", "bound"),
     [
-        (0, 0, {Bound.NOTHING}),
+        pytest.param(0, 0, {Bound.NOTHING}, marks=pytest.mark.extended),
         (2, 6, {Bound.NOTHING}),
         (-1, 0, {Bound.PREFILL}),
-        (0, -2, {Bound.DECODE}),
+        pytest.param(0, -2, {Bound.DECODE}, marks=pytest.mark.extended),
         (2, -3, {Bound.DECODE}),
     ],
 )

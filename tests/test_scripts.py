@@ -197,7 +197,7 @@ def test_the_bench_frees_slots_in_bursts() -> None:
     ("flags", "other"),
     [
         (("--no-router", "--pin"), "direct"),
-        (("--against", str(ROOT)), f"proxy of {ROOT.name}"),
+        pytest.param(("--against", str(ROOT)), f"proxy of {ROOT.name}", marks=pytest.mark.extended),
         (("--no-router", "--python", sys.executable), f"Python {platform.python_version()}"),
         (
             # Of four streams two find no slot: they wait in the pool, or in the engine.
@@ -208,8 +208,8 @@ def test_the_bench_frees_slots_in_bursts() -> None:
             ),
             "another",
         ),
-        (("--no-router", "--without-native"), "native off"),
-        (("--no-router", "--stalled"), "stalled"),
+        pytest.param(("--no-router", "--without-native"), "native off", marks=pytest.mark.extended),
+        pytest.param(("--no-router", "--stalled"), "stalled", marks=pytest.mark.extended),
     ],
 )
 def test_the_proxy_bench_measures_and_checks_every_event(
@@ -556,7 +556,7 @@ def test_a_limit_idles_as_so_few_requests_in_flight_do() -> None:
     assert limited.mean_running == pytest.approx(beside.mean_running, rel=0.03)
 
 
-@pytest.mark.parametrize("cost", ["request", "kv-token-seconds"])
+@pytest.mark.parametrize("cost", usually({"kv-token-seconds"}, ["request", "kv-token-seconds"]))
 def test_first_tokens_come_when_they_are_expected_under_fair_queueing(cost: str) -> None:
     module = script("reproduce.admission")
     seen = module.seen_of(cost, span_s=40.0)
@@ -634,7 +634,9 @@ def test_a_tail_is_explained_by_bounds_that_hold() -> None:
     assert len({len(served) for served in rows.values()}) == 1
 
 
-@pytest.mark.parametrize("table", ["prefill", "mooncake", "conversations"])
+@pytest.mark.parametrize(
+    "table", usually({"conversations"}, ["prefill", "mooncake", "conversations"])
+)
 def test_a_table_of_turns_has_a_row_for_every_rule(
     table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,11 +44,11 @@ def mixed(count: int = 60) -> list[int]:
 @pytest.mark.parametrize(
     ("outputs", "models", "age_step"),
     [
-        pytest.param(mixed(), 1, 20, id="one model"),
+        pytest.param(mixed(), 1, 20, id="one model", marks=pytest.mark.extended),
         pytest.param(mixed(), 9, 20, id="more models than colours"),
-        pytest.param([3] * 5, 1, 20, id="all end"),
+        pytest.param([3] * 5, 1, 20, id="all end", marks=pytest.mark.extended),
         pytest.param([50_000], 0, 20_000, id="none ends, and all are old"),
-        pytest.param([50], 0, 20, id="one request"),
+        pytest.param([50], 0, 20, id="one request", marks=pytest.mark.extended),
     ],
 )
 def test_writes_three_pictures(

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from msgspec import structs
+from tests.extended import usually
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.events import (
@@ -372,7 +373,7 @@ def test_every_order_of_events_keeps_what_is_known_of_prompts(name: str) -> None
     run_state_machine_as_test(Machine, settings=settings(stateful_step_count=40))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", usually({0, 1}, range(6)))
 @pytest.mark.parametrize("name", ["br-0", "br-h", "round-robin"])
 def test_a_long_random_walk_keeps_it_too(name: str, seed: int) -> None:
     # Turns return only after others were decoded: so deep Hypothesis rarely goes.

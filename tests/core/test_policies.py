@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.extended import USUAL_POLICIES
 
 from balanceroute.predictors import NoPrediction, Survival
 from balanceroute.proxy.core.config import UNLIMITED
@@ -259,9 +260,20 @@ def test_br_0_admits_one_request_though_all_overflow(paper: bool) -> None:
 
 prompt = st.integers(1, 300)
 fleets = st.lists(st.lists(prompt, max_size=4), min_size=1, max_size=5)
+# With `USUAL_POLICIES` one of those by charges and one of those by scores.
+VARIED = (*USUAL_POLICIES, "br-0-bypass", "dynamo-kv", "s1-enhanced")
 VARIANTS = [(name, False) for name in POLICIES] + [("br-0", True), ("br-h", True)]
 variants = pytest.mark.parametrize(
-    ("name", "paper"), VARIANTS, ids=[name + " --paper" * paper for name, paper in VARIANTS]
+    ("name", "paper"),
+    [
+        pytest.param(
+            name,
+            paper,
+            id=(title := name + " --paper" * paper),
+            marks=() if title in VARIED else pytest.mark.extended,
+        )
+        for name, paper in VARIANTS
+    ],
 )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.proxy.core.events import (
     Admit,
@@ -86,7 +87,7 @@ def proved(new_driver: "type[Driver]", policy: str = "br-0") -> Site:
     return site
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", usually(USUAL_POLICIES, POLICIES))
 def test_a_rank_that_came_back_gets_twice_as_many_with_each_round_of_first_tokens(
     new_driver: "type[Driver]", policy: str
 ) -> None:

@@ -71,12 +71,19 @@ def png_size(path: Path) -> tuple[int, int]:
     ("policies", "ranks", "steps", "segments"),
     [
         pytest.param(SIX, 8, 30, 3, id="six", marks=pytest.mark.extended),
-        pytest.param(["br-0"], 8, 30, 1, id="one policy"),
+        pytest.param(["br-0"], 8, 30, 1, id="one policy", marks=pytest.mark.extended),
         pytest.param([f"policy-{i}" for i in range(12)], 4, 30, 3, id="twelve"),
-        pytest.param([f"policy-{i}" for i in range(7)], 4, 30, 3, id="an unfinished row"),
-        pytest.param(["jsq", "br-h"], 1, 30, 3, id="one rank"),
+        pytest.param(
+            [f"policy-{i}" for i in range(7)],
+            4,
+            30,
+            3,
+            id="an unfinished row",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(["jsq", "br-h"], 1, 30, 3, id="one rank", marks=pytest.mark.extended),
         pytest.param(["jsq", "br-h"], 320, 2, 3, id="many ranks"),
-        pytest.param(["jsq", "br-h"], 8, 1, 3, id="one step"),
+        pytest.param(["jsq", "br-h"], 8, 1, 3, id="one step", marks=pytest.mark.extended),
         pytest.param(["$x_{", "_", "", "a\nb", "same", "same", "long " * 40], 4, 5, 3, id="names"),
     ],
 )
@@ -166,7 +173,7 @@ def test_labels_of_points_keep_apart(waits: tuple[float, ...], count: int) -> No
         assert not one.overlaps(other)
 
 
-@pytest.mark.parametrize("policies", [SIX, ["br-0"], ["long name " * 9] * 12])
+@pytest.mark.parametrize("policies", [SIX, ["long name " * 9] * 12])
 def test_nothing_is_clipped(policies: list[str]) -> None:
     for draw in (
         plots._draw_rank_loads,
