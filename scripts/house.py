@@ -170,7 +170,7 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (13_650, 34),
+    "proxy/core": (13_700, 34),
     "proxy/wire": (7_600, 24),
     "proxy/live": (37_550, 117),
     "proxy/lab": (15_600, 55),
@@ -182,7 +182,7 @@ BUDGET = {
     "scripts": (17_250, 46),
     "tests/support": (12_500, 43),
     # All of it.
-    "tests": (113_150, 406),
+    "tests": (113_300, 406),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -110,7 +110,7 @@ STATE = Snapshot(
             decile_rows=(0,),
         )
     ],
-    budget=BudgetState(1, 0, 0.0, 0.0, {"increase": 0}),
+    budget=BudgetState(1, 0, 0.0, 0.0, {"increase": 0}, 1.0),
     rejected_connections={"full": 0},
     pumped_returns={"event": 0},
     tenants=[TenantState("t", 0, 0, {}, TenantLimits(Rate(1, 1), Rate(1, 1), 1, 1), 1.0)],

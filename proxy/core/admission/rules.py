@@ -518,6 +518,11 @@ class Budget:
         return self._controller.cap
 
     @property
+    def ttft_target_ns(self) -> int:
+        """What the p99 time to first token is to keep."""
+        return self._controller.settings.target_ns
+
+    @property
     def next_tick_ns(self) -> int | None:
         """When the limit is next decided on; None before the first `advance`."""
         return self._next_tick_ns

@@ -252,6 +252,7 @@ def _budget(driver: "Driver") -> BudgetState | None:
         ttft_p99_s=None if ttft_ns is None else ttft_ns / 1e9,
         step_p95_s=None if step_ns is None else step_ns / 1e9,
         decisions={decision.value: budget.decisions[decision] for decision in Decision},
+        ttft_target_s=budget.ttft_target_ns / 1e9,
     )
 
 

@@ -186,6 +186,7 @@ _BUDGET: _Rows = (
     ("inflight_limit", "Requests that may be in flight per open rank.", "limit_per_rank"),
     ("inflight_requests", "Requests in prefill, in the pool or in decode.", "in_flight"),
     ("inflight_ttft_p99_seconds", "Time to first token that moves it.", "ttft_p99_s"),
+    ("inflight_ttft_target_seconds", "What that is to keep.", "ttft_target_s"),
     ("inflight_step_p95_seconds", "Time of a step that moves it.", "step_p95_s"),
 )
 _GAUGES_OF_ALL: _Rows = (

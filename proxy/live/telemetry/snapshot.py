@@ -103,6 +103,7 @@ class BudgetState:
     ttft_p99_s: float | None  # At the last decision; None if it was not known.
     step_p95_s: float | None  # Likewise; None without a target for it.
     decisions: dict[str, int]  # How often each was taken.
+    ttft_target_s: float  # What the time to first token is to keep.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

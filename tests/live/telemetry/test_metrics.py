@@ -96,6 +96,7 @@ SNAPSHOT = Snapshot(
         ttft_p99_s=1.5,
         step_p95_s=None,
         decisions={"increase": 3, "decrease": 1},
+        ttft_target_s=2.5,
     ),
     idle_ratio=0.125,
     engines=[EngineState("decode", "http://d:8000", 1.5, 12.0, 0.75)],
@@ -430,6 +431,7 @@ def test_state_is_read_from_the_snapshot() -> None:
     assert value(subject, "inflight_limit") == 12
     assert value(subject, "inflight_requests") == 17
     assert value(subject, "inflight_ttft_p99_seconds") == 1.5
+    assert value(subject, "inflight_ttft_target_seconds") == 2.5
     assert value(subject, "inflight_limit_decisions_total", decision="increase") == 3
     assert value(subject, "imbalance_tokens") == 3000
     assert value(subject, "decode_steps_total") == 7
