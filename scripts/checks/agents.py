@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from checks.fleet import CLIENT, EMPTY_CALL, Checks, Fleet, Proxy, until
+from checks.fleet import CLIENT, EMPTY_CALL, LAST, Checks, Fleet, Proxy, until
 from checks.legs import CHAT, IMAGE, chat
 from checks.packages import Result
 
@@ -458,7 +458,7 @@ def told(answer: str, *, stream: bool) -> list[Any]:
         assert event["type"] != "error", f"the stream says {event}"
         _join(events, _plain(event))
     last = events[-1]["type"] if events else "nothing"
-    assert last in ("message_stop", "response.completed"), f"the stream ends with {last}"
+    assert last in LAST, f"the stream ends with {last}"
     return [event for event in map(_ended, events) if event.get("delta") not in _NOTHING]
 
 

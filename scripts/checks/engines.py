@@ -7,12 +7,23 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from checks.agents import AgentChecks
 from checks.caches import AuditChecks, DpChecks, KvChecks, LocalityChecks
 from checks.clients import check_frameworks, check_schema
-from checks.fleet import VLLM, Checks, Fleet, Order, free_port, mooncake_fault, prepare, running
+from checks.fleet import (
+    VLLM,
+    Checks,
+    Fleet,
+    Order,
+    free_port,
+    mooncake_fault,
+    prepare,
+    python_of_vllm,
+    running,
+)
 from checks.ids import CutChecks, GroupChecks, IdChecks, PairingChecks
 from checks.legs import LegChecks, PauseChecks, TokenChecks, TraceChecks
 from checks.packages import Result
@@ -124,11 +135,14 @@ def _json(connector: Mapping[str, object], role: str) -> str:
     return json.dumps({**connector, "kv_role": role})
 
 
-def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, str, str | None]]:
-    """Yield each check's name, what was seen, and what is wrong or None."""
+def check(
+    connector: str, only: set[str], folder: Path, variables: Mapping[str, str]
+) -> Iterator[tuple[str, str, str | None]]:
+    """Yield each check's name, what was seen, and what is wrong or None; `variables` are the engines'."""
     steps = folder / "steps"
     steps.mkdir(parents=True)
     what, flags = orders(connector, steps)
+    what = [replace(one, environment={**(one.environment or {}), **variables}) for one in what]
     begin_s = time.monotonic()
     with running(what, folder) as engines:
         yield "engines start", f"{len(engines)} in {time.monotonic() - begin_s:.0f} s", None
@@ -175,6 +189,12 @@ def engines(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """
     parser.add_argument("--connector", default=",".join(CONNECTORS), metavar="NAME,..")
     parser.add_argument("--only", default="", metavar="WORDS,..", help="checks whose name has them")
+    parser.add_argument(
+        "--vllm",
+        default=VLLM,
+        metavar="VERSION",
+        help=f"another one's Python over the kernels of {VLLM}, which has the last CPU build",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the logs")
     arguments = parser.parse_args(words)
     connectors = arguments.connector.split(",")
@@ -185,7 +205,10 @@ def engines(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin_s = time.monotonic()
     prepare()
-    print(f"vLLM {VLLM} on the CPU, one prefiller, two or four decode ranks", flush=True)
+    variables = {}
+    if arguments.vllm != VLLM:
+        variables["PYTHONPATH"] = str(python_of_vllm(arguments.vllm))
+    print(f"vLLM {arguments.vllm} on the CPU, one prefiller, two or four decode ranks", flush=True)
     passed = failed = 0
     skipped: list[str] = []
     folder = Path(tempfile.mkdtemp(prefix="balanceroute-engines-"))
@@ -195,7 +218,7 @@ def engines(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             print(f"{connector:9} SKIPPED: {fault}", flush=True)
             skipped.append(f"mooncake (Debian's libibverbs1 is missing?: {fault})")
             continue
-        for title, seen, wrong in check(connector, only, folder / connector):
+        for title, seen, wrong in check(connector, only, folder / connector, variables):
             passed, failed = passed + (wrong is None), failed + (wrong is not None)
             verdict = f"ok    {seen}" if wrong is None else f"WRONG {wrong}"
             print(f"{connector:9} {title:58} {verdict}", flush=True)

@@ -4,12 +4,14 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 import venv
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -92,6 +94,37 @@ def prepare() -> None:
         print(f"making the models in {MODELS}", flush=True)
         _run(python, "-P", maker, MODELS)
         made.write_text(maker.read_text())
+
+
+def python_of_vllm(version: str) -> Path:
+    """Return a folder for PYTHONPATH with the Python of another vLLM over the kernels of the CPU build.
+
+    The index has newer versions for CUDA alone. `prepare` comes before.
+    """
+    folder = ROOT / "build" / f"vllm-{version}"
+    done, installed = folder / ".complete", _site_packages(VENV / "bin" / "python") / "vllm"
+    if done.exists():
+        return folder
+    print(f"making {folder} of vllm=={version}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    pip = (VENV / "bin" / "python", "-m", "pip", "download", "-q", "--no-deps")
+    _run(*pip, "--disable-pip-version-check", "-d", folder, f"vllm=={version}")
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as package:
+        package.extractall(
+            folder,
+            [one for one in package.namelist() if one.startswith("vllm/") and one[-3:] != ".so"],
+        )
+    wheel.unlink()
+    for kernels in installed.glob("*.so"):
+        (folder / "vllm" / kernels.name).symlink_to(kernels)
+    metadata = folder / f"vllm-{version}+cpu.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(_METADATA.replace(VLLM, version))
+    _uv("install", "-q", "orjson")
+    done.touch()
+    return folder
 
 
 def mooncake_fault() -> str | None:
@@ -491,6 +524,8 @@ def until(
 
 # Answers of a real engine, reduced to what two engines must agree on, and compared.
 
+# Of messages and responses; the last one is of vLLM 0.33 where the limit was reached.
+LAST = ("message_stop", "response.completed", "response.incomplete")
 EMPTY_CALL = "{}"
 """What vLLM 0.32 may add to the arguments of a streamed call, if its last token comes with the end."""
 
@@ -621,7 +656,7 @@ class Streaming:
             self.error = self.error or repr(error)
 
     def _take(self, event: dict[str, Any]) -> None:
-        self._ended |= event.get("type") in ("message_stop", "response.completed")
+        self._ended |= event.get("type") in LAST
         if event.get("error"):
             self.error = str(event["error"])
         else:

@@ -205,7 +205,7 @@ class OpenAi:
         said = [one.delta for one in events if one.type == "response.output_text.delta"]
         assert "".join(said) == whole.output_text
         assert [one.sequence_number for one in events] == list(range(len(events)))
-        assert events[-1].type == "response.completed"
+        assert events[-1].type in ("response.completed", "response.incomplete")
         assert events[-1].response.output_text == whole.output_text
         assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
 
@@ -215,7 +215,8 @@ class OpenAi:
         ) as stream:
             kinds = {event.type for event in stream}
             final = stream.get_final_response()
-        assert {"response.output_text.delta", "response.completed"} <= kinds
+        assert "response.output_text.delta" in kinds
+        assert kinds & {"response.completed", "response.incomplete"}
         assert final.output_text
 
     def response_with_a_tool_and_its_output(self) -> None:
