@@ -16,20 +16,20 @@ export CARGO_TARGET_DIR := $(CURDIR)/build/native
 test test-all test-without-native: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := check
-.PHONY: check install native check-native lint types test test-all test-without-native test-vllm test-deploy kube demo qos simulate bench docs fmt clean help
+.PHONY: check install native check-native lint types test test-all test-without-native test-vllm test-deploy kube demo qos simulate bench docs constraints fmt clean help
 
 check: lint types test ## lint, types and tests (the default)
 
 install: $(INSTALLED) ## make .venv with the package (editable) and its tools
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into .venv (about a minute)"
 ifdef UV
 	@uv venv -q --allow-existing --python $(PYTHON) .venv
-	@uv pip install -q --python $(BIN)/python -e '.[dev]'
+	@uv pip install -q --python $(BIN)/python -c constraints.txt -e '.[dev]'
 else
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 endif
 	@touch $@
 
@@ -108,15 +108,21 @@ docs: $(DOCS)/.installed ## the pages as a site in build/docs; a link that leads
 	@echo "build/docs/index.html"
 
 # Apart, as what it needs would change what mypy sees in .venv.
-$(DOCS)/.installed: pyproject.toml
+$(DOCS)/.installed: pyproject.toml constraints.txt
 ifdef UV
 	@uv venv -q --allow-existing --python $(PYTHON) $(DOCS)
-	@uv pip install -q --python $(DOCS)/bin/python -e '.[docs]'
+	@uv pip install -q --python $(DOCS)/bin/python -c constraints.txt -e '.[docs]'
 else
 	@$(PYTHON) -m venv $(DOCS)
-	@$(DOCS)/bin/python -m pip install -q --disable-pip-version-check -e '.[docs]'
+	@$(DOCS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 endif
 	@touch $@
+
+constraints: ## the newest versions of what tests and pages need into constraints.txt (needs uv)
+	@uv pip compile -q --upgrade --universal --python-version 3.11 --extra dev --extra docs --no-header --no-annotate \
+		--no-emit-package setuptools pyproject.toml -o build/constraints.txt
+	@{ head -1 constraints.txt; cat build/constraints.txt; } > build/constraints.new
+	@mv build/constraints.new constraints.txt
 
 fmt: $(INSTALLED) ## format in place
 	@$(BIN)/ruff check --fix --quiet .
