@@ -413,7 +413,9 @@ class Reservation(Session):
         tokens = prompt_tokens or self.ticket.prompt_tokens
         record.prefilled_ns = round(context.clock() * 1e9)
         lease_s = context.legs.lease_s
-        lease_ns = None if lease_s is None else record.prefilled_ns + round(lease_s * 1e9)
+        # Nobody says when the engine's answer came, and its caller may tell of it late: a KV cache that is
+        # pulled after its lease is another prompt's. So the lease counts from when the prefiller was told.
+        lease_ns = None if lease_s is None else round((self._leg.posted_s + lease_s) * 1e9)
         implied: list[Report] = [LegSucceeded(prefiller.target)]
         if prompt_tokens is not None:
             record.prompt_tokens = prompt_tokens

@@ -199,6 +199,22 @@ async def test_a_lease_that_ends_in_the_pool_ends_the_request(site: Site) -> Non
     assert len(selector) == 0
 
 
+@served(flags={**FLAGS, "lease_s": 30, "scrape_interval_s": 1000})
+async def test_a_lease_counts_from_the_earliest_moment_at_which_it_can_have_begun(
+    site: Site,
+) -> None:
+    """Who tells late of the end of a prefill must not pull what is another prompt's by then."""
+    selector = selector_of(site)
+    late, in_time = (selector.select(Asked(name, 50)) for name in ("late", "in-time"))
+    await asyncio.gather(late.prefiller(), in_time.prefiller())
+    await asyncio.sleep(20.0)
+    assert isinstance(await in_time.rank(), Rank)
+    await asyncio.sleep(8.0)  # 28 s, less than a lease.
+    assert late.prefilled(50)
+    assert "prefill it again" in str(await refused(late.rank()))
+    in_time.ended()
+
+
 @served(flags=FLAGS)
 async def test_hints_name_the_only_engines(site: Site) -> None:
     selector = selector_of(site)
