@@ -36,7 +36,6 @@ from balanceroute.proxy.live.frontend.request_head import (
 from balanceroute.proxy.live.openai.body import SMALL_BYTES, BodyError, RequestBody, read_in_slices
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.shape import (
-    SAMPLING,
     Api,
     Shape,
     read_shape,
@@ -171,6 +170,11 @@ class Choices:
     def refusal(self, status: int, reason: str) -> SelectionRefusedError:
         return SelectionRefusedError(status, reason, list(JSON_HEADERS), error_body(status, reason))
 
+    def crashed(self, error: Exception) -> SelectionRefusedError:
+        """Return the answer to a request whose handling failed, which is counted and logged."""
+        self._groups.first.intake.isolation.failures.report("arrival", error)
+        return self.refusal(500, "internal error; the picker's log says more")
+
     # The phases.
 
     async def _prefill(self, head: Head, asked: Asked) -> Picked:
@@ -187,6 +191,7 @@ class Choices:
         return self._picked(engine, selection, asked, is_prefill=True)
 
     async def _decode(self, head: Head, asked: Asked) -> Picked:
+        assert asked.shape is not None
         if _IF_CACHED in _tokens(head.headers, _PREFER):
             raise self.refusal(412, "nobody knows whether a rank has this prompt")
         selection = self.selector.find(asked.request_id)
@@ -197,12 +202,23 @@ class Choices:
             selection = None
         if selection is None:
             # Its prefill is not known here: this process began after it, or it needs none.
-            selection = self.selector.select(structs.replace(asked, prefilled=True))
+            tokens = self._pulled_tokens(asked)
+            shape = structs.replace(asked.shape, prompt_tokens=tokens) if tokens else asked.shape
+            selection = self.selector.select(structs.replace(asked, shape=shape, prefilled=True))
         else:
-            assert asked.shape is not None
             selection.revise(asked.shape.max_tokens, asked.expected_tokens)
+            selection.prefilled(self._pulled_tokens(asked))
         engine = await _or_cancel(selection, selection.rank())
         return self._picked(engine, selection, asked)
+
+    def _pulled_tokens(self, asked: Asked) -> int | None:
+        """Return the length of a prompt, to a block, by what its rank is to pull; None if that is unknown."""
+        assert asked.shape is not None
+        assert asked.body is not None
+        group = self._groups.find(asked.shape.model)
+        paces = None if group is None else group.intake.paces
+        tokens = 0 if paces is None else paces.block_tokens or 0
+        return asked.shape.prompt_tokens or tokens * _blocks(asked.body) or None
 
     async def _pair(self, head: Head, asked: Asked) -> Picked:
         """Choose both engines now: the rank before its KV cache is there."""
@@ -351,17 +367,24 @@ async def _read(data: bytes) -> RequestBody:
 
 def _shape(api: Api, body: RequestBody) -> Shape:
     """Return what a body asks for, which may be a Coordinator's: KV parameters are its own business."""
-    values = body.values
-    assert isinstance(values, dict)
-    values.pop("vllm_xargs", None)
     if api is Api.GENERATE:
-        if isinstance(sampling := values.get(SAMPLING), dict):
-            sampling.pop("extra_args", None)
-        shape = read_token_shape(body, max_sequences=_MOST_SEQUENCES)
+        shape = read_token_shape(body, max_sequences=_MOST_SEQUENCES, internal=True)
     else:
-        shape = read_shape(api, body, max_sequences=_MOST_SEQUENCES)
+        shape = read_shape(api, body, max_sequences=_MOST_SEQUENCES, internal=True)
     # Who moves the bytes has decided that two engines do it.
     return structs.replace(shape, direct="")
+
+
+def _blocks(body: RequestBody) -> int:
+    """Return how many KV blocks a rank is to pull, by the parameters of NIXL; 0 if they do not say."""
+    try:
+        given = body.values.get("kv_transfer_params")
+    except BodyError:  # It is large.
+        return 0
+    ids = given.get("remote_block_ids") if isinstance(given, dict) else None
+    if not isinstance(ids, list):
+        return 0
+    return max((len(one) for one in ids if isinstance(one, list)), default=len(ids))
 
 
 def _tokens(headers: Headers, name: bytes) -> list[bytes]:
@@ -412,6 +435,11 @@ class _Call:
             picked = self._picked = await self._choices.pick(head, body)
         except SelectionRefusedError as refusal:
             yield immediate(refusal)
+            return
+        except _Broken:
+            raise
+        except Exception as error:
+            yield immediate(self._choices.crashed(error))
             return
         yield destination(picked)
         for message in self._kept(body):

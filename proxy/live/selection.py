@@ -535,6 +535,14 @@ class Selector:
         self._live: dict[str, Selection] = {}
         # Of those that ended while nobody waited, the latest.
         self._refused: dict[str, SelectionRefusedError] = {}
+        self._follow()
+
+    def _follow(self) -> None:
+        """Have the counters of all ranks read from now on."""
+        for group in self._groups:
+            driver = group.intake
+            if driver.paces is None:
+                driver.paces = RankPaces(driver.instances, driver.context.clock)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -551,10 +559,7 @@ class Selector:
             raise self._refusal(400, "the request id must have 1 to 128 visible characters")
         if request_id in self._live:
             raise self._refusal(409, "the request id is in use")
-        for group in self._groups:
-            if group.intake.paces is None:
-                driver = group.intake
-                driver.paces = RankPaces(driver.instances, driver.context.clock)
+        self._follow()
         self._refused.pop(request_id, None)
         found = Selection(request_id, self._forget, prefilled=prefilled, eligible=eligible)
         self._live[request_id] = found

@@ -42,7 +42,7 @@ _JSON: Headers = [(b"content-type", b"application/json")]
 ENGINES = ("--prefillers=2", "--ranks=4", "--batch=8", "--lease-s=300")
 FLAGS = ("--batch=8", "--lease-s=300", "--scrape-interval-s=0.5")
 _LOAD_ENGINES = (
-    *("--prefillers=2", "--ranks=8", "--batch=16", "--prefill-us-per-token=20"),
+    *("--prefillers=2", "--ranks=8", "--batch=16", "--prefill-us-per-token=5"),
     "--lease-s=300",
 )
 _LOAD_FLAGS = ("--batch=16", "--lease-s=300", "--probe-limit=1")
@@ -99,8 +99,8 @@ class Coordinator:
         self.longest_s = 0.0  # The longest wait of a decode call for the head of its answer.
 
     def __call__(self, request: HttpRequest, reply: Reply) -> None:
-        if request.method != b"POST":
-            reply.send(404, _JSON, b"{}")
+        if request.method != b"POST":  # It goes to a decode engine as it is.
+            self._call(request, b"decode", b"other", None, _Phase(lambda _: None, reply))
             return
         values = json.loads(request.body)
         self._number += 1
@@ -129,13 +129,13 @@ class Coordinator:
         request: HttpRequest,
         phase: bytes,
         request_id: bytes,
-        values: dict[str, Any],
+        values: dict[str, Any] | None,
         handler: _Phase,
     ) -> None:
         headers = [*_JSON, (b"epp-profile", phase), (b"x-request-id", request_id)]
         handler.began_s = time.monotonic()
-        body = json.dumps(values).encode()
-        self._gateway.request(b"POST", request.path, headers, body, handler)
+        body = b"" if values is None else json.dumps(values).encode()
+        self._gateway.request(request.method, request.path, headers, body, handler)
 
 
 @contextmanager
@@ -343,7 +343,7 @@ def idle_of(url: str, fleet: str, requests: int) -> tuple[float, int]:
         words = [
             *(sys.executable, "-m", "balanceroute.proxy", "replay", "--target", url),
             *("--emulation", fleet, "--trace", str(MOONCAKE), "--skip=5000"),
-            *(f"--requests={requests}", "--concurrency=160", "--lengths=hidden"),
+            *(f"--requests={requests}", "--concurrency=192", "--lengths=hidden"),
             *("--api=completions", "--stop-at-last-arrival", "--json", str(report)),
         ]
         subprocess.run(words, check=False, stdout=subprocess.DEVNULL)

@@ -461,6 +461,36 @@ async def test_a_picker_that_closes_ends_the_streams_of_begun_answers_well(site:
 
 
 @served(flags=FLAGS)
+async def test_a_large_body_is_read_and_its_blocks_tell_its_length(site: Site) -> None:
+    picker, prompt = picker_of(site), "word " * 60_000
+    await asyncio.sleep(2.0)  # By then the ranks have told the size of a block.
+    for given in ([[*range(500)]], [*range(500)]):
+        gateway = Gateway(picker).head(profile("prefill"))
+        gateway.body(json.dumps({"model": "tiny", "prompt": prompt}).encode())
+        await gateway.destination()
+        await gateway.answer_begins().end()
+        kv = {"remote_block_ids": given, "do_remote_prefill": True}
+        body = {"model": "tiny", "prompt": prompt, "kv_transfer_params": kv}
+        gateway = Gateway(picker).head(profile("decode")).body(json.dumps(body).encode())
+        await gateway.destination()
+        driver = site.world.proxy.deployment.driver
+        assert driver.paces is not None
+        assert driver.scheduler.ledger.loads.max() == 500 * (driver.paces.block_tokens or 0) > 0
+        await gateway.end()
+
+
+@served(flags=FLAGS)
+async def test_a_choice_that_fails_is_an_error_of_its_own(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picker = picker_of(site)
+    monkeypatch.setattr(picker.choices.selector, "select", lambda _: 1 // 0)
+    code, words = await Gateway(picker).head(profile("prefill")).body().refusal()
+    assert (code, "internal error" in words) == (500, True)
+    assert picker.streams == picker.bodies.used == 0
+
+
+@served(flags=FLAGS)
 async def test_a_failed_prefill_frees_its_prefiller(site: Site) -> None:
     picker = picker_of(site)
     gateway = Gateway(picker).head(profile("prefill")).body()

@@ -171,8 +171,8 @@ class Shape(Struct, frozen=True):
     holds_back: bool = False
 
 
-def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
-    """Return what `body` asks for.
+def read_shape(api: Api, body: RequestBody, *, max_sequences: int, internal: bool = False) -> Shape:
+    """Return what `body` asks for, which may have members of KV transfer if they are not the client's (`internal`).
 
     Only what routing depends on is judged here. Anything else that is wrong goes to an engine, whose
     answer is the true one.
@@ -195,7 +195,8 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
     prompt = body.summary(member)
     prompts, tokens = _prompts(prompt) if api is COMPLETIONS else (1, None)
     # vLLM would merge them with its own parameters for KV transfer.
-    refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
+    if not internal:
+        refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
     sequences, limit = prompts, count(_limit(api, values), 1)
     characters = prompt.characters // prompts
     if api in AGENTS_APIS:
@@ -405,8 +406,8 @@ _OF_PROMPT = ("prompt_logprobs", "prompt_logprob_token_ids", "trace_decode_token
 _REPLACED_SAMPLING = (("max_tokens", 1), ("min_tokens", 0))
 
 
-def read_token_shape(body: "RequestBody", *, max_sequences: int) -> Shape:
-    """Return what `body` asks for.
+def read_token_shape(body: "RequestBody", *, max_sequences: int, internal: bool = False) -> Shape:
+    """Return what `body` asks for; `internal` as in `read_shape`.
 
     Raises:
         BodyError: A member that routing depends on is of the wrong type or out of range.
@@ -422,8 +423,9 @@ def read_token_shape(body: "RequestBody", *, max_sequences: int) -> Shape:
         check_priority(values["priority"])
     prompt = body.summary(PROMPT)
     given: Mapping[str, Any] = sampling if isinstance(sampling, dict) else {}
-    refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
-    refuse_internal(given.get("extra_args"), f"{SAMPLING}.extra_args")
+    if not internal:
+        refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
+        refuse_internal(given.get("extra_args"), f"{SAMPLING}.extra_args")
     # A number of answers that cannot be read is the engine's to refuse.
     sequences = max(1, integer(given.get("n", 1)) or 1)
     if sequences > max_sequences:

@@ -165,6 +165,7 @@ class RankPaces:
     def __init__(self, instances: Instances, clock: Callable[[], float]) -> None:
         self._instances = instances
         self._clock = clock
+        self.block_tokens: int | None = None  # Tokens of a KV block, as the ranks tell.
         self._paces: dict[RankId, _Pace] = {}
 
     def scraped(self, target: Target, gauges: EngineGauges) -> None:
@@ -173,6 +174,7 @@ class RankPaces:
         for rank in self._instances.of(target):
             if not isinstance(rank, Rank):
                 continue
+            self.block_tokens = gauges.block_tokens
             load, total = load_of(rank, gauges), _output_of(rank, gauges)
             if load is None or total is None:
                 continue
