@@ -360,7 +360,7 @@ def compared(requests: int, pick_port: int, envoy_before: Before) -> bool:
     ):
         url = f"http://127.0.0.1:{proxy.port}"
         serve, failed = idle_of(url, engines["decode"][0], requests)
-    flags = (*_LOAD_FLAGS, "--scrape-interval-s=0.5")
+    flags = (*_LOAD_FLAGS, "--scrape-interval-s=0.25")
     with (
         picked(_LOAD_ENGINES, flags, pick_port, envoy_before) as unit,
         stand_in(unit.url) as (url, _),
