@@ -172,17 +172,17 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_700, 34),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (37_550, 117),
+    "proxy/live": (37_600, 118),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (5_950, 26),
     "predictors": (3_750, 12),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
     "engine_patch": (650, 5),
-    "scripts": (17_250, 46),
+    "scripts": (17_300, 46),
     "tests/support": (12_500, 43),
     # All of it.
-    "tests": (113_300, 406),
+    "tests": (113_400, 406),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

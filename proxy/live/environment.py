@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 from balanceroute.proxy.core.events import Observer
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.live.control.order_store import OrderStore
-from balanceroute.proxy.live.engines.kv_feed import Subscribe
 from balanceroute.proxy.live.prediction import InThread
 from balanceroute.proxy.live.security import Credentials, engine_context
 from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from balanceroute.proxy.live.engines.engine_url import EngineUrl
+    from balanceroute.proxy.live.engines.kv_feed import Subscribe
 
 PAGES_BYTES = 64 << 20
 """Metrics and other pages of engines that are being read at a time: sixteen of the greatest."""
@@ -62,7 +62,7 @@ class Environment:
     orders: OrderStore | None = None
     group: str = ""  # Of one of several groups, its name.
     # Takes the KV cache events of prefillers; None for over ZeroMQ.
-    subscribe: Subscribe | None = None
+    subscribe: "Subscribe | None" = None
     # Listen for clients already; none to listen at the address of the settings.
     public_sockets: Sequence[socket.socket] = ()
     admin_sockets: Sequence[socket.socket] = ()  # Listen for administrators likewise.

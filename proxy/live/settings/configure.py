@@ -58,7 +58,6 @@ from balanceroute.proxy.live.settings.declared import (
 )
 from balanceroute.proxy.live.settings.engines import decode_servers, prefill_servers
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
-from balanceroute.proxy.live.settings.tenant_file import read_tenants
 from balanceroute.proxy.live.settings.tracing import export_settings
 from balanceroute.proxy.settings import Given
 from balanceroute.proxy.wire.messages import ServerLimits, bracketed
@@ -344,6 +343,8 @@ def _tenants(
 ) -> tuple[Tenant, ...]:
     if admission.tenants is None:
         return ()
+    from balanceroute.proxy.live.settings.tenant_file import read_tenants  # noqa: PLC0415
+
     tenants = read_tenants(admission.tenants)
     if api_keys and not any(one.default for one in tenants):
         reason = f"means nothing with {given.where('tenants')} if no tenant there is the default"
