@@ -176,7 +176,7 @@ def of_tokens(values: Mapping[str, Any]) -> dict[str, Any] | None:
     if limit is None or limit > _LONGEST:
         return None  # It goes on to the end of the context, where other routes refuse it.
     return {
-        **{name: values[name] for name in _BESIDE - {"prompt"} if name in values},
+        **{name: values[name] for name in sorted(_BESIDE - {"prompt"}) if name in values},
         "token_ids": prompt,
         # Without a limit it would go on to the end of the context.
         "sampling_params": {"max_tokens": 16, **{name: values[name] for name in sorted(sampling)}},
