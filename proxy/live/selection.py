@@ -60,6 +60,9 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 # A request is taken for begun this long after its rank was told, unless its caller says more: until then its
 # KV cache counts as the prefiller's, and its slot as taken.
 _BEGINS_S = 0.5
+# A request may be on its way for so long before its rank knows of it: a rank that is empty until then may
+# have it yet.
+_ON_ITS_WAY_S = 2.0
 _MOST_REFUSALS = 1024
 # No engine gets it.
 _NO_BODY = b"{}"
@@ -272,7 +275,7 @@ class _Elsewhere(Attempt):
         if self._rank is None:
             return False
         empty_s = self._paces.empty_since_s(self._rank.id)
-        return empty_s is not None and empty_s > self.posted_s + _BEGINS_S
+        return empty_s is not None and empty_s > self.posted_s + _ON_ITS_WAY_S
 
     def begin(self) -> None:
         """Note that the rank makes tokens from now on."""
