@@ -477,10 +477,10 @@ def cell(mean: float, plus_minus: float | None, digits: int) -> str:
 
 
 def live_tables(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
-    """The tables of live runs in docs/live.md and docs/appendix/predictors.md, as Markdown.
+    """The tables of live runs in docs/appendix/live.md and docs/appendix/predictors.md, as Markdown.
 
-        python scripts/reproduce live-tables repeated      # docs/live.md, "Results": 22 minutes
-        python scripts/reproduce live-tables policies      # docs/appendix/live.md: 9 minutes
+        python scripts/reproduce live-tables repeated      # docs/appendix/live.md: 22 minutes
+        python scripts/reproduce live-tables policies      # likewise: 9 minutes
         python scripts/reproduce live-tables predictors    # docs/appendix/predictors.md, "Live": 6 minutes
 
     Runs scripts/reproduce demo, a policy or a predictor after the other, and prints a table of what it measured and
