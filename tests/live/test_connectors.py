@@ -229,11 +229,16 @@ def test_each_connector_says_what_its_engines_do(
     assert (facts.flow is KvFlow.DECODE_FIRST) is decode_first
 
 
-def test_the_page_on_fleets_has_a_row_for_each() -> None:
-    page = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([a-z-]+)` \| [^|]*\| (?:(\d+) s|\S) \|", page, re.MULTILINE))
-    leases = {name: facts.lease_s for name, facts in CONNECTORS.items()}
-    assert rows == {name: f"{s:g}" if s else "" for name, s in leases.items()}
+def test_the_page_on_deployment_has_the_lease_of_each() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Connectors\n")[2].strip().splitlines()
+    (lease,) = (row for row in table if row.startswith("| lease, by default |"))
+    cells = zip(table[0].split("|")[2:-1], lease.split("|")[2:-1], strict=True)
+    told = {name: cell for names, cell in cells for name in re.findall(r"`([a-z-]+)`", names)}
+    assert told.keys() == CONNECTORS.keys()
+    for name, connector in CONNECTORS.items():
+        expected = f"{connector.lease_s:g} s" if connector.lease_s else "none"
+        assert told[name].strip().startswith(expected)
 
 
 def test_there_is_no_other_connector() -> None:
