@@ -8,6 +8,8 @@ CARGO := $(firstword $(shell command -v cargo) $(wildcard $(HOME)/.cargo/bin/car
 CRATE := proxy/pump
 NATIVE := .venv/.native
 DOCS := build/docs-venv
+# xds-protos brings older files of the same names: whichever is installed last counts.
+LAST := opentelemetry-proto
 JOBS ?= auto
 # A file stays in one process, where its fixtures are.
 PYTEST = $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist loadfile
@@ -27,9 +29,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 ifdef UV
 	@uv venv -q --allow-existing --python $(PYTHON) .venv
 	@uv pip install -q --python $(BIN)/python -c constraints.txt -e '.[dev]'
+	@uv pip install -q --python $(BIN)/python -c constraints.txt --no-deps --reinstall $(LAST)
 else
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps --force-reinstall $(LAST)
 endif
 	@touch $@
 
