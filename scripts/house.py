@@ -97,7 +97,7 @@ MAY_IMPORT = {
     "proxy.live.scaling": {"proxy.capacity", "proxy.live.frontend"},
     "proxy.live.select_service": {
         *("proxy.core", "proxy.wire", "proxy.live.engines", "proxy.live.frontend"),
-        *("proxy.live.security", "proxy.live.selection"),
+        *("proxy.live.request", "proxy.live.security", "proxy.live.selection"),
     },
     "proxy.live.selection": {
         *("proxy.core", "proxy.wire"),

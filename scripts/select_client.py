@@ -13,8 +13,10 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,12 @@ def _told(answer: httpx.Response) -> dict[str, Any]:
     return told
 
 
+def refuse_late(after_s: float, prefiller: dict[str, Any]) -> None:
+    """Raise RefusedError if a KV cache was kept too long: it may be another prompt's by now."""
+    if after_s > prefiller.get("pull_within_s", inf):
+        raise RefusedError("its KV cache was kept too long: send it again")
+
+
 class Router:
     """Moves completions between clients and the engines that are chosen."""
 
@@ -106,10 +114,11 @@ class Router:
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         try:
             kept: dict[str, Any] = {}
-            rank = found
+            rank, sent_s = found, time.monotonic()
             if found["role"] == "prefill":
                 kept, prompt_tokens = await self._prefill(found["endpoint"], name, body)
                 rank = await self._selecting.rank(name, prompt_tokens)
+                refuse_late(time.monotonic() - sent_s, found)
             async for piece in self._decode(rank, name, body | kept):
                 tokens += 1
                 if tokens % TOLD_EVERY == 0:

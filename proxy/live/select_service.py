@@ -13,7 +13,8 @@
 Paths, members and errors are those of Dynamo's select service (its `lib/kv-router/src/services/selection`,
 1.6 and later), whose members beyond these change nothing here. Two differ: an engine has one role, so a
 request of both has a reservation whose prefiller is named first and whose rank by `prefill_complete`, and
-workers are registered where this proxy finds its engines. A reservation that nobody ends is ended by the
+workers are registered where this proxy finds its engines. Of a prefiller it is told `pull_within_s`: that long
+after a caller has sent the prompt there, and no later, the rank may be asked to pull. A reservation that nobody ends is ended by the
 time limits of its legs, see `selection`; one whose caller hangs up while it waits, at once.
 """
 
@@ -31,6 +32,7 @@ from msgspec import Meta, Struct, structs
 
 from balanceroute.proxy.core.events import Eligible
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Status
+from balanceroute.proxy.live.request.prefill_attempt import pulled_within_s
 from balanceroute.proxy.live.security import Secret, matches_any
 from balanceroute.proxy.live.selection import (
     Asked,
@@ -360,8 +362,10 @@ class SelectService:
 
         async def choose() -> None:
             engine = None if decodes else await found.prefiller()
-            chosen = engine or await found.rank()
-            row = _choice(name, asked, chosen)
+            row = _choice(name, asked, engine or await found.rank())
+            legs = group.intake.context.legs
+            if engine is not None and legs.lease_s is not None:
+                row["pull_within_s"] = pulled_within_s(legs.lease_s, legs.lease_margin_s)
             _send(reply, status, row | {"effective_prefill_tokens": 0 if decodes else tokens})
 
         self._wait(found, reply, choose())

@@ -195,6 +195,8 @@ async def test_only_the_allowed_workers_are_chosen(site: Site) -> None:
 @asked(lease_s=300)
 async def test_a_rank_is_waited_for(site: Site) -> None:
     instances = site.world.proxy.deployment.instances
+    assert (await reserved(site, "first"))["pull_within_s"] == 297.5
+    await call(site, "/reservations/first", method="DELETE")
     names = [f"held{i}" for i in range(BATCH * len(instances.ranks))]
     held = [await on_rank(site, name) for name in names]
     await reserved(site, "last")

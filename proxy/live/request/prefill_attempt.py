@@ -52,7 +52,7 @@ _DEFAULT_MAX_TOKENS = 16  # Of completions, and no chat is longer without a limi
 
 
 @cache
-def _pulled_within_s(lease_s: float, margin_s: float) -> float:
+def pulled_within_s(lease_s: float, margin_s: float) -> float:
     """Return how long after its beginning a KV cache may be asked for, given its lease."""
     lease_ns, given_ns = round(1e9 * lease_s), round(1e9 * margin_s)
     # The request is sent in the first half of the margin.
@@ -271,7 +271,7 @@ class PrefillAttempt(Attempt):
         context = self._session.context
         if context.legs.lease_s is None:
             return None
-        return self._began_s + _pulled_within_s(context.legs.lease_s, context.legs.lease_margin_s)
+        return self._began_s + pulled_within_s(context.legs.lease_s, context.legs.lease_margin_s)
 
     def _go_on_without_kv(self, answer: PrefillAnswer, error: MissingKvError) -> None:
         session, legs, reason = self._session, self._session.context.legs, str(error)
