@@ -42,6 +42,7 @@ PARTS = {
         "appendix/doctor",
         "appendix/mistakes",
         "appendix/engines",
+        "appendix/real_balance",
         "appendix/costs",
     ),
 }
