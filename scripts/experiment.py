@@ -92,9 +92,11 @@ def proxy_before(
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Return a mean with its standard error."""
-    error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{fmean(values):,.{digits}f} ±{error:,.{digits}f}"
+    """Return a mean with its standard error; a single value has none that is known."""
+    mean = f"{fmean(values):,.{digits}f}"
+    if len(values) < 2:
+        return mean
+    return f"{mean} ±{stdev(values) / len(values) ** 0.5:,.{digits}f}"
 
 
 def table_row(*cells: object) -> str:

@@ -363,9 +363,9 @@ class SelectService:
         async def choose() -> None:
             engine = None if decodes else await found.prefiller()
             row = _choice(name, asked, engine or await found.rank())
-            legs = group.intake.context.legs
-            if engine is not None and legs.lease_s is not None:
-                row["pull_within_s"] = pulled_within_s(legs.lease_s, legs.lease_margin_s)
+            within_s = pulled_within_s(group.intake.context.legs)
+            if engine is not None and within_s is not None:
+                row["pull_within_s"] = within_s
             _send(reply, status, row | {"effective_prefill_tokens": 0 if decodes else tokens})
 
         self._wait(found, reply, choose())

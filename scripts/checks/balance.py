@@ -5,8 +5,8 @@ KV cache is nearly all of a step. Requests are those of the Mooncake conversatio
 by 4; the length of an answer is hidden from the proxy (`stop_after`, see cpu_shim). A prompt is one of 12 whose
 blocks all engines have cached, so prefill and transfer cost little, and decode is what is measured.
 
-Processor time is that of the thread that computes: what a rank waits at the barrier costs none, so figures in it
-do not depend on what else runs on the machine.
+Processor time is that of the thread that computes: what a rank waits at the barrier or for a core costs none. Caches
+and cores that others use still make a step longer.
 """
 
 import argparse
@@ -385,7 +385,8 @@ over runs.
 {table}
 
 It does not prove a gain by the wall clock: on so few cores each step also waits for the scheduler of the machine.
-Prompts are cached on all engines, so prefill and the transfer of whole KV caches are not in it.
+Prompts are cached on all engines, so prefill and the transfer of whole KV caches are not in it. Runs as short as these
+flatter the output of policies that take small prompts first; *of perfect balance* is the fairer figure.
 """
 
 

@@ -33,7 +33,12 @@ from balanceroute.proxy.live.openai.shape import PROMPT, Api
 from balanceroute.proxy.live.openai.token_counts import continuous_usage_is_expensive
 from balanceroute.proxy.live.request.client_answer import EarlyToken
 from balanceroute.proxy.live.request.failures import ABORTED, Failure, What, breakage, refusal
-from balanceroute.proxy.live.request.leg_settings import FROM_DECODE, RESUME_OFF, Direct
+from balanceroute.proxy.live.request.leg_settings import (
+    FROM_DECODE,
+    RESUME_OFF,
+    Direct,
+    LegSettings,
+)
 from balanceroute.proxy.live.request.relay import BufferedLeg
 from balanceroute.proxy.live.request.session import Attempt, Session, draw_seed
 from balanceroute.proxy.live.request.shared import (
@@ -51,9 +56,13 @@ if TYPE_CHECKING:
 _DEFAULT_MAX_TOKENS = 16  # Of completions, and no chat is longer without a limit.
 
 
+def pulled_within_s(legs: "LegSettings") -> float | None:
+    """Return how long after its beginning a KV cache may be asked for; None for ever."""
+    return None if legs.lease_s is None else _pulled_within_s(legs.lease_s, legs.lease_margin_s)
+
+
 @cache
-def pulled_within_s(lease_s: float, margin_s: float) -> float:
-    """Return how long after its beginning a KV cache may be asked for, given its lease."""
+def _pulled_within_s(lease_s: float, margin_s: float) -> float:
     lease_ns, given_ns = round(1e9 * lease_s), round(1e9 * margin_s)
     # The request is sent in the first half of the margin.
     return (lease_ns - lease_margin_ns(lease_ns, given_ns) / 2) / 1e9
@@ -268,10 +277,8 @@ class PrefillAttempt(Attempt):
         return round((context.clock() - age_s + context.legs.lease_s) * 1e9)
 
     def _expires_s(self) -> float | None:
-        context = self._session.context
-        if context.legs.lease_s is None:
-            return None
-        return self._began_s + pulled_within_s(context.legs.lease_s, context.legs.lease_margin_s)
+        within_s = pulled_within_s(self._session.context.legs)
+        return None if within_s is None else self._began_s + within_s
 
     def _go_on_without_kv(self, answer: PrefillAnswer, error: MissingKvError) -> None:
         session, legs, reason = self._session, self._session.context.legs, str(error)
