@@ -5,7 +5,7 @@ import asyncio
 import os
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.setting import flag_of
 from balanceroute.proxy.live.settings.declared import HEADINGS, SECTIONS
@@ -21,24 +21,36 @@ if TYPE_CHECKING:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
+    parser = add_serving_command(
+        commands,
         "serve",
         help="route requests to prefill and decode engines",
-        usage="%(prog)s --prefill URL [URL ...] --decode URL [URL ...] [option ...]\n"
-        "       %(prog)s --discover SOURCE [SOURCE ...] [option ...]\n"
-        "       %(prog)s --topology FILE [option ...]",
         description=__doc__,
         epilog="Times are in seconds. A topology names the engines, the connector and the models; "
         "every other flag can stand in its [proxy] table, with underscores. A flag overrides the "
         "file.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "--topology",
-        metavar="FILE",
-        help="the engines and settings as a TOML file, or the name of a shipped one",
-    )
+
+
+def add_serving_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, **words: Any
+) -> argparse.ArgumentParser:
+    """Add a command that serves engines that run; return its parser, with the flags of all settings."""
+    usage = """%(prog)s --prefill URL [URL ...] --decode URL [URL ...] [option ...]
+       %(prog)s --discover SOURCE [SOURCE ...] [option ...]
+       %(prog)s --topology FILE [option ...]"""
+    parser = commands.add_parser(name, usage=usage, **words)
+    named = "the engines and settings as a TOML file, or the name of a shipped one"
+    parser.add_argument("--topology", metavar="FILE", help=named)
     add_serve_flags(parser)
+    return parser
+
+
+def topology_given(arguments: argparse.Namespace) -> "Topology | None":
+    """Return the topology that a flag or a variable names, if one does. Raises TopologyError, OSError."""
+    named = arguments.topology or os.environ.get(variable_of("topology"))
+    return read_topology(named) if named else None
 
 
 def add_serve_flags(parser: argparse.ArgumentParser, *, without: "Collection[str]" = ()) -> None:
@@ -60,11 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         TopologyError: The topology cannot be used.
         OSError: A file cannot be read, or an address cannot be bound.
     """
-    topology = None
-    named = arguments.topology or os.environ.get(variable_of("topology"))
-    if named:
-        topology = read_topology(named)
-    return configure_and_serve(topology, flags_given(arguments), arguments)
+    return configure_and_serve(topology_given(arguments), flags_given(arguments), arguments)
 
 
 def _ask_engines(config: "ProxyConfig") -> dict[str, object]:

@@ -85,9 +85,8 @@ _APIS = {api.value.encode(): api for api in Api}
 _MOST_SEQUENCES = 128
 _MOST_HINTS = 4096
 _MOST_STREAMS = 20_000
-_STATUSES = frozenset(
-    http_status_pb2.StatusCode.values()
-)  # Envoy gives no other as a picker's answer.
+# Envoy gives no other as a picker's answer.
+_STATUSES = frozenset(http_status_pb2.StatusCode.values())
 _FULL_DUPLEX = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
 _SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _SERVING, _NOT_SERVING, _SERVICE_UNKNOWN = 1, 2, 3

@@ -77,6 +77,13 @@ class Credentials:
         return [*self.api_keys, *self.select_keys, *(one for one in others if one is not None)]
 
 
+def bearer_token(headers: Headers) -> bytes:
+    """Return the bearer token of the only Authorization header; empty, which is no key, if there is none."""
+    given = [value for name, value in headers if name == b"authorization"]
+    scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
+    return token if scheme.lower() == b"bearer" else b""
+
+
 def matches_any(secrets: Iterable[Secret], given: bytes) -> bool:
     """Return whether `given` is one of the keys; always compares with each of them."""
     return sum(secret.matches(given) for secret in secrets) > 0

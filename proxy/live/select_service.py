@@ -33,7 +33,7 @@ from msgspec import Meta, Struct, structs
 from balanceroute.proxy.core.events import Eligible
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Status
 from balanceroute.proxy.live.request.prefill_attempt import pulled_within_s
-from balanceroute.proxy.live.security import Secret, matches_any
+from balanceroute.proxy.live.security import Secret, bearer_token, matches_any
 from balanceroute.proxy.live.selection import (
     Asked,
     Selection,
@@ -178,9 +178,7 @@ class SelectService:
         del peer
         if head.path in _OPEN:
             return None
-        given = [value for name, value in head.headers if name == b"authorization"]
-        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        if scheme.lower() == b"bearer" and matches_any(self.keys, key.strip()):
+        if matches_any(self.keys, bearer_token(head.headers).strip()):
             return None
         return Rejection(401, "the key is missing or wrong", ((b"www-authenticate", b"Bearer"),))
 

@@ -73,7 +73,7 @@ from balanceroute.proxy.live.control.pausing import Pausing
 from balanceroute.proxy.live.control.roster import EngineOrders
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Status
-from balanceroute.proxy.live.security import Secret, check_host
+from balanceroute.proxy.live.security import Secret, bearer_token, check_host
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Reply, bracketed
 
@@ -383,9 +383,7 @@ class Admin:
 
     def knows(self, headers: Headers) -> bool:
         """Return whether these are the headers of an administrator, where there is a token."""
-        given = [value for name, value in headers if name == b"authorization"]
-        scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
-        return self.token is not None and scheme.lower() == b"bearer" and self.token.matches(token)
+        return self.token is not None and self.token.matches(bearer_token(headers))
 
     def _check_places(self) -> None:
         """Raise Refusal if one more may not hold a connection."""
