@@ -172,7 +172,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_700, 34),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (37_600, 118),
+    "proxy/live": (37_650, 118),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (5_950, 26),
     "predictors": (3_750, 12),
@@ -180,9 +180,9 @@ BUDGET = {
     "traces": (1_400, 6),
     "engine_patch": (650, 5),
     "scripts": (17_350, 46),
-    "tests/support": (12_500, 43),
+    "tests/support": (12_550, 43),
     # All of it.
-    "tests": (113_400, 406),
+    "tests": (113_500, 406),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -559,6 +559,9 @@ class Deployment:
         self.roster.health_changed(target, up, reason)
         if not up:
             self.pass_through.lost(target)
+            return
+        for one in self.instances.of(target):
+            self._suspects.group_returned(self.instances.groups.first(one))
 
     def _scraped(
         self, others: OthersOnRanks, target: Target, gauges: EngineGauges, late_pulls: int

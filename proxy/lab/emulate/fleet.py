@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
+from functools import partial
 from ssl import SSLContext
 from typing import Any
 
@@ -150,7 +151,7 @@ class FleetControl:
             case "POST", "kill":
                 # Not at once: this engine may have to send the answer first.
                 engine = fleet.engine(_values(body).get("engine"))
-                asyncio.get_running_loop().call_soon(engine.kill)
+                asyncio.get_running_loop().call_soon(fleet.kill, engine.name)
                 return {"engines": [engine.name]}
             case "POST", "restore":
                 engine = fleet.engine(_values(body).get("engine"))
@@ -310,25 +311,27 @@ class EmulatedFleet:
     def kill(self, engine: str | int) -> None:
         """End an engine like a killed process: connections are reset, then refused; all state is lost.
 
+        The others of its data-parallel group follow.
+
         Raises:
             ConfigError: There is no such engine.
         """
-        target = self.engine(engine)
-        target.kill()
-        loop, settings = asyncio.get_running_loop(), self.settings
-        for mate in self._mates(target):
-            loop.call_later(
-                settings.dp_death_s / settings.time_scale, self._follow, mate, mate.engine_id
-            )
+        self._end(self.engine(engine))
 
-    def _mates(self, engine: Engine) -> list[Engine]:
-        """Return the other engines of a decode rank's data-parallel group."""
+    def _end(self, engine: Engine) -> None:
+        engine.kill()
+        loop, settings = asyncio.get_running_loop(), self.settings
+        for mate in self.group(engine):
+            if mate.alive:
+                loop.call_later(
+                    settings.dp_death_s / settings.time_scale, self._follow, mate, mate.engine_id
+                )
+
+    def group(self, engine: Engine) -> list[Engine]:
+        """Return the engines of a decode rank's data-parallel group; of a prefiller itself."""
         first, size = self.settings.prefillers, self.settings.dp_size
         place = self.engines.index(engine) - first
-        if size == 1 or place < 0:
-            return []
-        group = self.engines[first + place - place % size :][:size]
-        return [mate for mate in group if mate is not engine and mate.alive]
+        return self.engines[first + place - place % size :][:size] if place >= 0 else [engine]
 
     @staticmethod
     def _follow(engine: Engine, engine_id: str) -> None:
@@ -337,15 +340,21 @@ class EmulatedFleet:
             engine.kill()
 
     async def restore(self, engine: str | int) -> None:
-        """Restart a killed engine on its old port.
+        """Restart a killed engine on its old port, with its data-parallel group: what is left of that ends first.
 
         Raises:
             ConfigError: There is no such engine.
             OSError: The port is taken.
         """
         target = self.engine(engine)
-        if not target.alive:
-            await target.start(target.host, target.port, target.bootstrap_port)
+        if target.alive:
+            return
+        group = self.group(target)
+        for one in group:
+            if one.alive:
+                one.kill()
+        for one in group:
+            await one.start(one.host, one.port, one.bootstrap_port)
 
     async def close(self) -> None:
         """End everything."""
@@ -487,6 +496,6 @@ class EmulatedFleet:
             ranks,
             peer=engine,
             counters=engine.counters,
-            die=engine.kill,
+            die=partial(self._end, engine),
             logs=logs if self.settings.kv_events else (),
         )

@@ -226,12 +226,19 @@ class Suspects:
         if len(self.prompts) > MOST_PROMPTS:
             del self.prompts[next(iter(self.prompts))]
 
+    def group_returned(self, group: Target) -> None:
+        """Note that an engine of a group serves again: if one ends now, that is another death."""
+        self._first_of.pop(group, None)
+
     def _death(self, report: EngineDied) -> Death | None:
         """Return which death it was; None if the prompt has no part in it."""
         at_s, known = report.died_s, self._latest.get(report.target)
         first = self._first_of.get(report.group)
         if first is not None and first.target != report.target and at_s < first.at_s + _DEAD_S:
-            return None  # It ended with that one, whatever it was sent.
+            # What was on it may be the cause if all ended in one moment. Later it ended with that one,
+            # whatever it was sent.
+            at_once = at_s < first.at_s + _TOGETHER_S and report.sent_s < first.at_s
+            return first if at_once else None
         if known is not None:
             if report.sent_s < known.at_s and at_s < known.at_s + (
                 _DEAD_S if report.said else _TOGETHER_S

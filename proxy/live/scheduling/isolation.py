@@ -113,7 +113,7 @@ class Apart:
     """Looks after the requests that lost an engine.
 
     Attributes:
-        on: These requests, with the engine that each is on; None for none.
+        on: These requests, with the engine that each is on, of ranks that end together the first; None for none.
     """
 
     def __init__(
@@ -159,11 +159,12 @@ class Apart:
             return False
         engines, chosen = self._engines(action)
         taken = self._taken(number)
-        if chosen.target not in taken:
-            self.on[number] = chosen.target
+        group_of = self._instances.groups.first  # What ends together is one engine here.
+        if group_of(chosen) not in taken:
+            self.on[number] = group_of(chosen)
             return False
         moves = self._moves.get(number, 0)
-        if moves < len(engines) and any(e.open and e.target not in taken for e in engines):
+        if moves < len(engines) and any(e.open and group_of(e) not in taken for e in engines):
             self._moves[number] = moves + 1
             self._loop.call_soon(self._move, action)
             return True
@@ -221,14 +222,15 @@ class Apart:
                 del self._held[number]
                 continue
             _, chosen = self._engines(action)
-            waits = chosen.target in self._taken(number) and self._loop.time() < until_s
+            group = self._instances.groups.first(chosen)
+            waits = group in self._taken(number) and self._loop.time() < until_s
             if waits and chosen.usable:
                 continue
             del self._held[number]
             if not chosen.usable:  # It was drained, removed or lost meanwhile.
                 self._move(action)
                 continue
-            self.on[number] = chosen.target
+            self.on[number] = group
             session = self._sessions[number]
             self._isolation.run_for(session, "apart", self._start, session, action)
         if self._held:

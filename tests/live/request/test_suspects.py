@@ -95,6 +95,31 @@ def test_engines_that_end_together_are_one_death() -> None:
     assert clock.refused(b"q") == [b"q"]
 
 
+def test_all_that_is_on_a_group_that_ends_in_one_moment_may_be_the_cause() -> None:
+    """The connections of the rank that died of it may be seen to break after another one's."""
+    clock = Clock()
+    for group, first, killer in ((A, A, B), (C, C, D)):
+        clock.die(first, b"q%d" % clock.now_s, group=group)
+        clock.wait(0.1)
+        clock.die(killer, b"p", group=group)
+        clock.wait()
+    assert clock.refused(b"p") == [b"p"]
+    # What was sent after its group had begun to end is none.
+    clock.die(B, b"late", group=A, sent_s=clock.now_s - 0.05)
+    assert clock.suspects.deaths(b"late") == 0
+
+
+def test_a_group_that_is_back_at_once_can_die_once_more() -> None:
+    clock = Clock()
+    clock.die(A, b"p", group=A)
+    clock.wait(0.6)
+    clock.suspects.group_returned(A)
+    clock.wait(0.6)
+    clock.die(B, b"p", group=A)
+    clock.wait()
+    assert clock.refused(b"p") == [b"p"]
+
+
 class Sent:
     """A request that hears that its prompt is refused."""
 

@@ -47,9 +47,10 @@ def audit_vetoes(plan: ChaosPlan, part: Part) -> list[str]:
     """
     if plan.orders or plan.poisons or not part.is_there:
         return []
-    wrong = {one.engine for one in plan.injections if one.role is Role.DECODE}
+    size = part.fleet.settings.dp_size  # What ends one rank of a group ends all.
+    wrong = {one.engine // size for one in plan.injections if one.role is Role.DECODE}
     decoders = part.fleet.engines[part.fleet.settings.prefillers :]
-    good = {engine.url for number, engine in enumerate(decoders) if number not in wrong}
+    good = {engine.url for number, engine in enumerate(decoders) if number // size not in wrong}
     driver = part.deployment.driver
     return [
         f"{rank.name} was left out {driver.veto.vetoes[rank.id]} times, and its engine is well"

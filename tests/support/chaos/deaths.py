@@ -174,8 +174,8 @@ def _draw(rng: random.Random, number: int, agents: float) -> ClientRequest:
 
 async def _kill(world: World, rng: random.Random, found: Deaths) -> None:
     """Kill one decode engine after the other; each starts again, with its group, before the next one dies."""
-    size, down_s = world.fleet.settings.dp_size, _DOWN_S
-    if size > 1:
+    down_s = _DOWN_S
+    if world.fleet.settings.dp_size > 1:
         down_s += world.fleet.settings.dp_death_s
     while True:
         await asyncio.sleep(rng.uniform(0.0, _PAUSE_S))
@@ -186,8 +186,7 @@ async def _kill(world: World, rng: random.Random, found: Deaths) -> None:
         found.killed += 1
         found.under.update(on)
         await asyncio.sleep(down_s)
-        for rank in range(victim - victim % size, victim - victim % size + size):
-            await world.fleet.restore(f"decode/{rank}")
+        await world.fleet.restore(name)
 
 
 async def _judge(request: ClientRequest, client: Client, oracle: TextOracle, found: Deaths) -> None:

@@ -134,6 +134,8 @@ _CONNECTOR_WEIGHTS = {
     "mooncake-layerwise": 15,
 }
 _BATCH_LIMITS = (1, 2, 4, 8)
+# How many of the fleets whose ranks are servers of their own have groups, and the ranks of each.
+_DP_SHARE, _DP_SIZE = 0.35, 2
 _TIMEOUTS = (
     "prefill_timeout_s",
     "first_token_timeout_s",
@@ -349,7 +351,9 @@ def _draw_plan(
     engines = _engines(rng)
     if near:
         engines = with_near_engines(engines)
+    engines = _with_dp_groups(seed, engines)
     flags = _flags(rng, engines) | _direct(random.Random(f"direct {seed}"))
+    flags |= _dp_flags(seed, engines)
     engines = _with_prefixes(seed, engines, flags)
     local = random.Random(f"local prefill {seed}")
     if CONNECTORS[engines.connector].ranks_prefill:
@@ -462,6 +466,24 @@ def _engines(rng: random.Random) -> EmulationSettings:
         partial_utf8=rng.choice([0.0, 0.0, 0.2]),
         merged_outputs=rng.choice([0.0, 0.0, 0.3]),
     )
+
+
+def _with_dp_groups(seed: int, engines: EmulationSettings) -> EmulationSettings:
+    """Return the engines; for some seeds their ranks are one data-parallel group of two, or two such groups."""
+    rng = random.Random(f"ranks that end together {seed}")
+    if engines.dp_mode is DpMode.HEADER or rng.random() >= _DP_SHARE:
+        return engines
+    ranks, death_s = _DP_SIZE * rng.choice([1, 2, 2]), rng.choice([0.0, 0.05, 1.0])
+    return replace(engines, ranks=ranks, dp_size=_DP_SIZE, dp_death_s=death_s)
+
+
+def _dp_flags(seed: int, engines: EmulationSettings) -> dict[str, object]:
+    """Return what the proxy is told of groups: their size, or it has to learn that from the ranks' pages."""
+    if engines.dp_size == 1:
+        return {}
+    rng = random.Random(f"flags of data-parallel groups {seed}")
+    flags: dict[str, object] = {"group_return_s": rng.choice([0.0, 1.0, 5.0])}
+    return flags | ({"dp_size": engines.dp_size} if rng.random() < 0.5 else {})
 
 
 def _with_prefixes(

@@ -162,7 +162,8 @@ class Poisoner:
             if poison is not None and poison.when is When.PREFILL and call.remote_prefill:
                 continue  # It only waits for whoever computes the prompt.
             if engine.alive and poison is not None and poison.is_due(exchange):
-                if not self._may_be_there(call, poison):
+                ends_anyway = any(not one.alive for one in part.fleet.group(engine))
+                if not (ends_anyway or self._may_be_there(call, poison)):
                     self.deaths[poison.name].append(self._world.loop.time())
                 self._kill(part, engine, poison)
                 return

@@ -390,6 +390,14 @@ class Trial:
                 self._reached(step.group, action.request, ClientPhase.PREFILLING)
             elif isinstance(action, Admit):
                 self._reached(step.group, action.request, ClientPhase.ADMITTED)
+                self._look_for_doom(step.group, action)
+
+    def _look_for_doom(self, group: str, admit: Admit) -> None:
+        deployment = self._world.plane.deployments.get(group)
+        if deployment is not None and (rank := deployment.instances.ranks[admit.rank]).doomed:
+            self._report.violations.append(
+                f"doomed: request {admit.request} was sent to {rank.name}, whose group has ended"
+            )
 
     def _reached(self, group: str, number: RequestId, phase: ClientPhase) -> None:
         deployment = self._world.plane.deployments.get(group)

@@ -12,6 +12,7 @@ from balanceroute.proxy.core.admission import Ending, TenantLimits, Tenants
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.core.waiting import Pool
+from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.frontend import refusals
 from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
@@ -314,6 +315,12 @@ def metrics_miss_a_request(patch: Patch) -> None:
     patch.setattr(
         "balanceroute.proxy.live.telemetry.request_metrics.RequestMetrics.ended", lambda *_: None
     )
+
+
+@bug("doomed: ", seed=45)
+def a_rank_whose_group_has_ended_gets_requests(patch: Patch) -> None:
+    usable = property(lambda rank: rank.status is Status.UP and rank.probed and not rank.asleep)
+    patch.setattr(Rank, "usable", usable)
 
 
 @pytest.mark.parametrize("name", BUGS)
