@@ -170,7 +170,7 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (13_700, 34),
+    "proxy/core": (13_700, 36),
     "proxy/wire": (7_600, 24),
     "proxy/live": (37_650, 118),
     "proxy/lab": (15_600, 55),

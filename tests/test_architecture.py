@@ -163,9 +163,18 @@ print(*(name for name in sys.modules if name.split(".")[0] == "{PACKAGE}"))
     )
     loaded = [name.removeprefix(f"{PACKAGE}.") for name in result.stdout.split()]
     assert "proxy.live.proxy" in loaded
-    # The readers of traces, the trees, the checks of topologies and the choice of a model are for others.
+    # The readers of traces, the trees, the checks of topologies and the choice of a model are for others;
+    # what some fleets use is loaded with its setting.
     others = {
+        "proxy.core.fair_queueing",
+        "proxy.core.local_prefill",
+        "proxy.core.policies.baselines",
+        "proxy.core.policies.within_peak",
+        "proxy.core.prefill.choices",
+        "proxy.core.prefill.engine_blocks",
+        "proxy.core.rank_memory",
         "proxy.lab",
+        "proxy.live.openai.prompt_keys",
         "traces",
         "predictors.gbdt",
         "predictors.evaluation",

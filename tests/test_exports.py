@@ -17,8 +17,8 @@ proxy.core.policies: Assignment Fleet OldestFirst POLICIES PREDICTING Policy Pol
     is_outside make_policy predicts skill_share
 proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillInputs
     PrefillRequest PrefillView Prefillers ScoreSettings USING_BLOCKS USING_EVENTS USING_LOADS
-proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares Fcfs HeldShares InTurn KvMeter
-    MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
+proxy.core.queueing: ByTicket COSTS FAIR_COSTS Fcfs MakeQueueOrder MakeStartOrder PREDICTING_ORDERS
+    QUEUE_ORDERS QueueOrder StartOrder
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.lab.emulate: DpMode EmulatedFleet EmulationSettings Faults Frontend Preemption
 proxy.live.connectors: BootstrapIdentity Connector MissingKv MissingKvError make_connector

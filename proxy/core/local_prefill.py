@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -42,7 +41,6 @@ from balanceroute.proxy.core.events import (
     Event,
     Expire,
     PrefillDone,
-    PrefillerId,
     PrefillLost,
     RankId,
     ReleasePrefill,
@@ -58,12 +56,8 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.prefill.work import PrefillWork, ServiceModel
 from balanceroute.proxy.core.rank_memory import RankMemory
+from balanceroute.proxy.core.ranks import FleetState
 from balanceroute.proxy.core.steps import StepModel
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 
 # The prompts that ranks compute: since when, and which others at the same time.
 #
@@ -157,19 +151,6 @@ _LONGEST_STAY_STEPS = 1_000
 _OVERFLOW_WEIGHT = 5.0
 # Before so many prompts of the ranks their own, a rank counts as fast as a prefiller.
 _LEAST = 16
-
-
-@dataclass(frozen=True, slots=True)
-class FleetState:
-    """What the decision depends on, beside what was measured."""
-
-    prefillers: Sequence[PrefillerId]  # Those that are open and can serve the request.
-    waiting_slots: int  # Slots that the requests in the pool need.
-    # int64[G]; 0 on a rank that is closed or cannot serve the request.
-    free_slots: "NDArray[np.int64]"
-    loads: "NDArray[np.int64]"  # int64[G], KV tokens.
-    bound: int  # Requests that the ranks have.
-    departures_per_step: float  # Requests that leave the ranks in a step.
 
 
 class LocalPrefill:

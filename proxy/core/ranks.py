@@ -1,6 +1,7 @@
 """The decode ranks: what they have (the ledger), which are open, and what a policy sees of them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVarTuple
 
 import numpy as np
@@ -9,14 +10,22 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.config import UNLIMITED, SchedulerConfig
 from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import Action, Event, OthersOnRank, RankId, RequestId
-from balanceroute.proxy.core.rank_memory import Keeping, RankMemory
+from balanceroute.proxy.core.events import (
+    Action,
+    Event,
+    OthersOnRank,
+    PrefillerId,
+    RankId,
+    RequestId,
+)
 from balanceroute.proxy.core.steps import LearnedSpeeds
 from balanceroute.proxy.core.waiting import Pool, PoolEntry
 from balanceroute.proxy.core.warm_up import WarmUp, allowed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from balanceroute.proxy.core.rank_memory import Keeping, RankMemory
 
 
 # KV tokens and slots per decode rank: the only writer of load.
@@ -296,9 +305,8 @@ class Fleet(Struct, eq=False):
     room_after: Callable[[int, PoolEntry], int] | None = None
     # int64[G], what the requests of others hold; None if there are none.
     others_kv_tokens: NDArray[np.int64] | None = None
-    keeping: Keeping | None = (
-        None  # What the ranks have of prompts; None if the scheduler remembers none.
-    )
+    # What the ranks have of prompts; None if the scheduler remembers none.
+    keeping: "Keeping | None" = None
     # Whether a rank without a free slot closes: of a policy that binds early, those that have few
     # slots began lately.
     closes: bool = False
@@ -379,6 +387,19 @@ class Fleet(Struct, eq=False):
             room = self.room_after(rank, entry)
             shared = self.others_kv_tokens
             self.free_kv_tokens[rank] = room if shared is None else room - int(shared[rank])
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """What it depends on who computes a prompt, beside what was measured."""
+
+    prefillers: "Sequence[PrefillerId]"  # Those that are open and can serve the request.
+    waiting_slots: int  # Slots that the requests in the pool need.
+    # int64[G]; 0 on a rank that is closed or cannot serve the request.
+    free_slots: NDArray[np.int64]
+    loads: NDArray[np.int64]  # int64[G], KV tokens.
+    bound: int  # Requests that the ranks have.
+    departures_per_step: float  # Requests that leave the ranks in a step.
 
 
 def lowest(values: NDArray[np.int64] | NDArray[np.float64], among: NDArray[np.bool_]) -> int | None:
@@ -518,7 +539,7 @@ class Ranks:
         memory: What they have of earlier prompts; None if no part asks.
     """
 
-    def __init__(self, config: SchedulerConfig, memory: RankMemory | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, memory: "RankMemory | None" = None) -> None:
         self._memory = memory
         # bool[G], whether each takes new requests.
         self.is_open: NDArray[np.bool_] = np.ones(config.ranks, np.bool_)

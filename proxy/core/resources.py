@@ -7,6 +7,7 @@ charged until the KV cache has left it.
 
 from collections.abc import Collection, Iterable, Mapping
 from math import ceil, exp, inf, sqrt
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +27,13 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.lifecycle import LifecycleState, Request, Trigger
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.core.prefill.budgets import Pairs
-from balanceroute.proxy.core.queueing import KvMeter
 from balanceroute.proxy.core.ranks import Ledger
 from balanceroute.proxy.core.steps import StepModel
 from balanceroute.proxy.core.waiting import Pool, PoolEntry, PrefillQueue
 from balanceroute.proxy.core.warm_up import with_loss
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.core.fair_queueing import KvMeter
 
 # What follows from the leases of KV caches: how many to hold, and what a late entry may cost.
 #
@@ -410,7 +413,7 @@ class Resources:
         ledger: Ledger,
         leases: Leases,
         *,
-        meter: KvMeter | None = None,
+        meter: "KvMeter | None" = None,
     ) -> None:
         self.ledger = ledger  # Of the ranks; replaced when their number or the policy changes.
         self._leases = leases
@@ -503,7 +506,7 @@ class Resources:
         request.rank = None
         request.started = False
 
-    def _settle(self, meter: KvMeter, request: Request, state: LifecycleState) -> None:
+    def _settle(self, meter: "KvMeter", request: Request, state: LifecycleState) -> None:
         """Have the tenant pay for what the request held, before it is released."""
         if request.decode:
             bound = state is LifecycleState.DECODING

@@ -11,7 +11,7 @@ If no event is due, feed a tick at `Scheduler.next_deadline_ns`.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,12 +62,9 @@ from balanceroute.proxy.core.lifecycle import (
     Trigger,
     check_ticket,
 )
-from balanceroute.proxy.core.local_prefill import FleetState, LocalPrefill
-from balanceroute.proxy.core.policies.baselines import OldestFirst, least_kv_with_room
+from balanceroute.proxy.core.policies.oldest_first import OldestFirst, least_kv_with_room
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
-from balanceroute.proxy.core.queueing import FairQueueing
-from balanceroute.proxy.core.rank_memory import RankMemory
-from balanceroute.proxy.core.ranks import Assignment, Fleet, Ledger, Policy, Ranks
+from balanceroute.proxy.core.ranks import Assignment, Fleet, FleetState, Ledger, Policy, Ranks
 from balanceroute.proxy.core.resources import (
     Leases,
     Resources,
@@ -87,6 +84,11 @@ from balanceroute.proxy.core.waiting import (
     PrefillQueue,
     earliest,
 )
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.core.fair_queueing import FairQueueing
+    from balanceroute.proxy.core.local_prefill import LocalPrefill
+    from balanceroute.proxy.core.rank_memory import RankMemory
 
 # What limits the starts of one scheduler's requests, measures them, and settles what they cost.
 #
@@ -115,11 +117,11 @@ class Intake:
     def __init__(
         self,
         *,
-        fair: FairQueueing | None = None,
+        fair: "FairQueueing | None" = None,
         budget: Budget | None = None,
         first_tokens: FirstTokens | None = None,
-        local_prefill: LocalPrefill | None = None,
-        memory: RankMemory | None = None,
+        local_prefill: "LocalPrefill | None" = None,
+        memory: "RankMemory | None" = None,
     ) -> None:
         self.fair = fair
         self.meter = None if fair is None else fair.meter

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, cast
 
 from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, Budget, FirstTokens
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.policies import HORIZON, Policy, PolicyInputs, is_outside, make_policy
 from balanceroute.proxy.core.prefill import (
     PREFILL_CHOICES,
@@ -19,9 +18,7 @@ from balanceroute.proxy.core.prefill import (
     USING_LOADS,
     PrefillInputs,
 )
-from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
-from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
-from balanceroute.proxy.core.rank_memory import RankMemory as RankPrefixes
+from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS
 from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.memory import KvCapacity, RankSlots
@@ -73,6 +70,11 @@ from balanceroute.proxy.live.telemetry.snapshot import Held, LimitsState, Snapsh
 
 if TYPE_CHECKING:
     from balanceroute.predictors.state import Savable
+    from balanceroute.proxy.core.fair_queueing import FairQueueing
+    from balanceroute.proxy.core.local_prefill import LocalPrefill
+    from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
+    from balanceroute.proxy.core.rank_memory import RankMemory
+    from balanceroute.proxy.core.waiting import MakeQueueOrder
     from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
@@ -391,22 +393,20 @@ class Deployment:
         config, environment = self.config, self._environment
         admission = config.admission
         order, cost = QUEUE_ORDERS[admission.queue_order], admission.fair_queue
-        limit, local = config.aimd.settings, config.scheduling.local_prefill_tokens
+        limit = config.aimd.settings
         if limit is not None and inflight_limit is not None:
             limit = limit.beginning_at(inflight_limit)
-        asked = local is not None or config.ranks_keep
-        told, told_tokens = self.instances.rank_blocks, lambda: self.roster.memory.told_tokens
-        prefixes = RankPrefixes(told_tokens, told) if asked else None
+        prefixes = self._make_prefixes()
         return Driver(
             Scheduler(
                 self._scheduler_config(),
                 self._make_policy(),
                 queue_order=order,
                 intake=Intake(
-                    fair=None if cost == "none" else fair_queueing(cost, order),
+                    fair=None if cost == "none" else _fair_queueing(cost, order),
                     budget=None if limit is None else Budget(limit),
                     first_tokens=FirstTokens() if admission.admission in EXPECTING else None,
-                    local_prefill=None if local is None else LocalPrefill(local, prefixes),
+                    local_prefill=self._make_local_prefill(prefixes),
                     memory=prefixes,
                 ),
                 prefill_choice=partial(
@@ -428,7 +428,8 @@ class Deployment:
             ),
             admission=self.tenancy.admission,
             settings=DriverSettings(
-                uses_blocks=asked or config.scheduling.prefill_choice in USING_BLOCKS,
+                uses_blocks=prefixes is not None
+                or config.scheduling.prefill_choice in USING_BLOCKS,
                 expects_output=admission.queue_order in PREDICTING_ORDERS,
                 progress_veto=config.scheduling.progress_veto,
                 warm_up=config.scheduling.warm_up,
@@ -438,8 +439,32 @@ class Deployment:
             rng=environment.rng,
         )
 
+    # Here and below, what only some fleets use is loaded where it is made.
+
+    def _make_prefixes(self) -> "RankMemory | None":
+        """Return what the ranks have of earlier prompts; None if no part asks."""
+        config = self.config
+        if config.scheduling.local_prefill_tokens is None and not config.ranks_keep:
+            return None
+        from balanceroute.proxy.core.rank_memory import RankMemory  # noqa: PLC0415
+
+        return RankMemory(lambda: self.roster.memory.told_tokens, self.instances.rank_blocks)
+
+    def _make_local_prefill(self, prefixes: "RankMemory | None") -> "LocalPrefill | None":
+        tokens = self.config.scheduling.local_prefill_tokens
+        if tokens is None:
+            return None
+        from balanceroute.proxy.core.local_prefill import LocalPrefill  # noqa: PLC0415
+
+        return LocalPrefill(tokens, prefixes)
+
     def _session_context(self) -> SessionContext:
         engines, environment, loop = self.config.engines, self._environment, self._loop
+        name_prompt = None
+        if self.config.hears_kv_events:
+            from balanceroute.proxy.live.openai.prompt_keys import prompt_name  # noqa: PLC0415
+
+            name_prompt = prompt_name
         return SessionContext(
             make_connector(engines.connector, callback=engines.metaserver_url),
             self.config.legs,
@@ -451,6 +476,7 @@ class Deployment:
             observe_gap=self._metrics.legs.observe_itl,
             max_model_len=self.models.max_model_len,
             suspects=self._suspects,
+            name_prompt=name_prompt,
             pump=environment.pump,
         )
 
@@ -613,12 +639,22 @@ async def _ranks_of(fetch: Callable[[str], Awaitable[bytes]], url: EngineUrl) ->
 
 def _heard_blocks(config: "ProxyConfig") -> "tuple[EngineBlocks | None, EngineBlocks | None]":
     """Return what prefillers and ranks are to tell of their prefix caches; None for nothing."""
+    if not (config.hears_kv_events or config.hears_rank_kv_events):
+        return None, None
+    from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks  # noqa: PLC0415
+
     tokens = config.engines.kv_block_tokens
     prefillers = EngineBlocks(tokens) if config.hears_kv_events else None
     if not config.hears_rank_kv_events:
         return prefillers, None
     texts = None if prefillers is None else prefillers.texts
     return prefillers, EngineBlocks(tokens, _RANK_BLOCKS, texts)
+
+
+def _fair_queueing(cost: str, order: "MakeQueueOrder") -> "FairQueueing":
+    from balanceroute.proxy.core.fair_queueing import fair_queueing  # noqa: PLC0415
+
+    return fair_queueing(cost, order)
 
 
 def _make_roster(

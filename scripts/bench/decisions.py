@@ -36,11 +36,12 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
+from balanceroute.proxy.core.fair_queueing import fair_queueing
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill.budgets import PrefillRequest
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge, token_hashes
 from balanceroute.proxy.core.prefill.prefix_memory import PrefixMemory, block_keys
-from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS, fair_queueing
+from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.scheduler import Intake, Scheduler
 from balanceroute.proxy.lab.sim.workload import playable

@@ -42,8 +42,9 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
+from balanceroute.proxy.core.fair_queueing import fair_queueing
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.queueing import QUEUE_ORDERS, fair_queueing
+from balanceroute.proxy.core.queueing import QUEUE_ORDERS
 from balanceroute.proxy.core.scheduler import Intake, Scheduler
 from balanceroute.proxy.lab.sim.engines import EventLoop
 from experiment import UNLIMITED, S, table_head, table_row

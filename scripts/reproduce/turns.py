@@ -15,7 +15,7 @@ from tests.support.arguments import positive
 
 from balanceroute.proxy.core.events import RankId
 from balanceroute.proxy.core.policies import Fleet, Policy, PolicyInputs
-from balanceroute.proxy.core.policies.baselines import OldestFirst
+from balanceroute.proxy.core.policies.oldest_first import OldestFirst
 from balanceroute.proxy.core.ranks import Assignment, lowest
 from balanceroute.proxy.core.waiting import Pool, PoolEntry
 from balanceroute.proxy.lab.sim.workload import playable

@@ -11,7 +11,8 @@ from tests.extended import usually
 from tests.script import script
 
 from balanceroute.proxy.core.events import RequestId, Ticket
-from balanceroute.proxy.core.queueing import Fcfs, KvMeter, fair_queueing
+from balanceroute.proxy.core.fair_queueing import KvMeter, fair_queueing
+from balanceroute.proxy.core.queueing import Fcfs
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 5.0}
 ROUNDING = 1e-6

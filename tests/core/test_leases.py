@@ -23,7 +23,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.policies.baselines import OldestFirst, least_kv_with_room
+from balanceroute.proxy.core.policies.oldest_first import OldestFirst, least_kv_with_room
 from balanceroute.proxy.core.ranks import Assignment
 from balanceroute.proxy.core.ranks import Fleet as View
 from balanceroute.proxy.core.resources import MOST_LAPSES

@@ -45,8 +45,9 @@ from balanceroute.proxy.core.events import (
     Ticket,
 )
 from balanceroute.proxy.core.lifecycle import LifecycleState
-from balanceroute.proxy.core.local_prefill import FleetState, LocalPrefill, RankPrompts
+from balanceroute.proxy.core.local_prefill import LocalPrefill, RankPrompts
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
+from balanceroute.proxy.core.ranks import FleetState
 from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig, placed
 
 TOKEN_NS = 1_000

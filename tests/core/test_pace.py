@@ -17,7 +17,7 @@ from balanceroute.proxy.core.events import (
     RequestId,
     Ticket,
 )
-from balanceroute.proxy.core.policies.baselines import OldestFirst, least_kv_with_room
+from balanceroute.proxy.core.policies.oldest_first import OldestFirst, least_kv_with_room
 from balanceroute.proxy.core.resources import Pace
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 

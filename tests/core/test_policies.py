@@ -25,7 +25,8 @@ from balanceroute.proxy.core.policies import (
     PolicySettings,
     make_policy,
 )
-from balanceroute.proxy.core.policies.baselines import OldestFirst, PowerOfTwo
+from balanceroute.proxy.core.policies.baselines import PowerOfTwo
+from balanceroute.proxy.core.policies.oldest_first import OldestFirst
 from balanceroute.proxy.core.policies.two_stage import TwoStage
 from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.queueing import Fcfs

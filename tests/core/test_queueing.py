@@ -26,6 +26,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
+from balanceroute.proxy.core.fair_queueing import FairQueue, HeldShares, InTurn, fair_queueing
 from balanceroute.proxy.core.policies import (
     Assignment,
     Fleet,
@@ -34,17 +35,7 @@ from balanceroute.proxy.core.policies import (
     make_policy,
 )
 from balanceroute.proxy.core.policies.two_stage import TwoStage
-from balanceroute.proxy.core.queueing import (
-    COSTS,
-    QUEUE_ORDERS,
-    FairQueue,
-    Fcfs,
-    HeldShares,
-    InTurn,
-    QueueOrder,
-    StartOrder,
-    fair_queueing,
-)
+from balanceroute.proxy.core.queueing import COSTS, QUEUE_ORDERS, Fcfs, QueueOrder, StartOrder
 from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig
 from balanceroute.proxy.core.waiting import Pool, PoolEntry
 

@@ -22,34 +22,18 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from balanceroute.proxy.core.config import is_outside, made
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.policies.baselines import (
-    BestScore,
-    LeastCharged,
-    OldestFirst,
-    PowerOfTwo,
-    RandomRank,
-    RoundRobin,
-    ScoredRank,
-    bucket_tokens,
-    decayed_blocks,
-    kv_pressure,
-    least_kv,
-    least_kv_with_room,
-    queued_s,
-    shortest_queue,
-)
+from balanceroute.proxy.core.policies.oldest_first import OldestFirst, least_kv_with_room
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
 from balanceroute.proxy.core.policies.stage_2 import choose_subsets, choose_subsets_of_largest
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings, ignore_stage
-from balanceroute.proxy.core.policies.within_peak import WithinPeak
 from balanceroute.proxy.core.prefill import ScoreSettings
-from balanceroute.proxy.core.prefill.choices import SCORES
 from balanceroute.proxy.core.projection import Form, Projection, Weights
 from balanceroute.proxy.core.ranks import Assignment, Fleet, Policy
 from balanceroute.proxy.core.setting import check_ranges, choice, integer, named, number, switch
@@ -297,36 +281,50 @@ def _br_h(inputs: PolicyInputs) -> Policy:
     return _two_stage(inputs, weights, projection, settings.gamma, own_trajectory)
 
 
+def _baselines() -> ModuleType:
+    """Return the module of the policies that only compare: whoever makes one loads it."""
+    from balanceroute.proxy.core.policies import baselines  # noqa: PLC0415
+
+    return baselines
+
+
 def _early(choose: Callable[[Fleet, PoolEntry], int | None]) -> Policy:
     return OldestFirst(choose, slots_beyond_batch=None)
 
 
 def _scored(name: str, inputs: PolicyInputs) -> Policy:
-    return _early(ScoredRank(SCORES[name](inputs.scores), inputs.rng, inputs.batch_limit))
+    from balanceroute.proxy.core.prefill.choices import SCORES  # noqa: PLC0415
+
+    scores = SCORES[name](inputs.scores)
+    return _early(_baselines().ScoredRank(scores, inputs.rng, inputs.batch_limit))
 
 
 POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
-    "random": lambda inputs: _early(RandomRank(inputs.rng)),
-    "round-robin": lambda _: _early(RoundRobin()),
-    "power-of-two": lambda inputs: _early(PowerOfTwo(inputs.rng)),
-    "jsq": lambda _: _early(shortest_queue),
-    "least-kv": lambda _: _early(least_kv),
+    "random": lambda inputs: _early(_baselines().RandomRank(inputs.rng)),
+    "round-robin": lambda _: _early(_baselines().RoundRobin()),
+    "power-of-two": lambda inputs: _early(_baselines().PowerOfTwo(inputs.rng)),
+    "jsq": lambda _: _early(_baselines().shortest_queue),
+    "least-kv": lambda _: _early(_baselines().least_kv),
     # No slots beyond the batch is late binding: a request leaves the pool only for a free slot.
     "fifo": lambda _: OldestFirst(least_kv_with_room, slots_beyond_batch=0),
     "br-0": _br_0,
     "br-0-bypass": lambda inputs: OldestFirst(
-        BestScore(inputs.settings.prefix_affinity),
+        _baselines().BestScore(inputs.settings.prefix_affinity),
         slots_beyond_batch=inputs.settings.bypass_slots,
     ),
     "br-h": _br_h,
-    "dynamo-kv": lambda inputs: LeastCharged(decayed_blocks, predictor=inputs.predictor),
-    "smg-least-load": lambda inputs: LeastCharged(
-        queued_s, pressure=kv_pressure(inputs.rank_kv_tokens)
+    "dynamo-kv": lambda inputs: _baselines().LeastCharged(
+        _baselines().decayed_blocks, predictor=inputs.predictor
+    ),
+    "smg-least-load": lambda inputs: _baselines().LeastCharged(
+        _baselines().queued_s, pressure=_baselines().kv_pressure(inputs.rank_kv_tokens)
     ),
     "s1-enhanced": lambda inputs: _scored("s1-enhanced", inputs),
     "s2-enhanced": lambda inputs: _scored("s2-enhanced", inputs),
     "s2-dynamic-waiting": lambda inputs: _scored("s2-dynamic-waiting", inputs),
-    "llmd-token-load": lambda inputs: LeastCharged(bucket_tokens, predictor=inputs.predictor),
+    "llmd-token-load": lambda inputs: _baselines().LeastCharged(
+        _baselines().bucket_tokens, predictor=inputs.predictor
+    ),
 }
 
 # Of a policy.
@@ -342,7 +340,8 @@ def predicts(name: str) -> bool:
 
 def skill_share(policy: Policy) -> float | None:
     """Return how much of a prediction counts, 0 to 1; None if the policy does not weigh it."""
-    return policy.skill_share if isinstance(policy, TwoStage | WithinPeak) else None
+    share: float | None = getattr(policy, "skill_share", None)
+    return share
 
 
 def make_policy(name: str, inputs: PolicyInputs) -> Policy:
@@ -360,6 +359,8 @@ def make_policy(name: str, inputs: PolicyInputs) -> Policy:
     # What binds early ignores memory: it queues in the engine.
     if quantile is None or capacity is None or policy.slots_beyond_batch is None:
         return policy
+    from balanceroute.proxy.core.policies.within_peak import WithinPeak  # noqa: PLC0415
+
     return WithinPeak(
         policy, inputs.predictor, ranks=inputs.ranks, capacity=capacity, quantile=quantile
     )

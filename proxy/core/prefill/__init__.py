@@ -17,8 +17,11 @@
 """
 
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 
 from balanceroute.proxy.core.prefill.budgets import (
+    FewestTokens,
     MakePrefillChoice,
     PrefillChoice,
     Prefillers,
@@ -26,19 +29,6 @@ from balanceroute.proxy.core.prefill.budgets import (
     PrefillRequest,
     PrefillView,
     ScoreSettings,
-)
-from balanceroute.proxy.core.prefill.choices import (
-    SCORES,
-    CacheAware,
-    FewestTokens,
-    LeastConn,
-    LMetric,
-    PrefillPowerOfTwo,
-    PrefillRoundRobin,
-    PrefixAware,
-    RandomOne,
-    Scored,
-    Sticky,
 )
 
 __all__ = [
@@ -56,23 +46,36 @@ __all__ = [
     "ScoreSettings",
 ]
 
-PREFILL_CHOICES: dict[str, Callable[[PrefillInputs], PrefillChoice]] = {
-    "fewest-tokens": lambda _: FewestTokens(),
-    "least-conn": lambda _: LeastConn(),
-    "round-robin": lambda _: PrefillRoundRobin(),
-    "random": lambda inputs: RandomOne(inputs.rng),
-    "power-of-two": lambda inputs: PrefillPowerOfTwo(inputs.rng),
-    "s1-enhanced": lambda inputs: Scored("s1-enhanced", inputs),
-    "s2-enhanced": lambda inputs: Scored("s2-enhanced", inputs),
-    "s2-dynamic-waiting": lambda inputs: Scored("s2-dynamic-waiting", inputs),
-    "prefix-aware": lambda inputs: PrefixAware(inputs.index_blocks, inputs.engine_blocks),
-    "sticky": lambda _: Sticky(),
-    "cache-aware": lambda inputs: CacheAware(inputs.index_blocks),
-    "lmetric": lambda inputs: LMetric(inputs.index_blocks),
-}
+
+def _others() -> ModuleType:
+    """Return the module of the choices that are not the default: whoever makes one loads it."""
+    from balanceroute.proxy.core.prefill import choices  # noqa: PLC0415
+
+    return choices
+
+
+def _scored(name: str, inputs: PrefillInputs) -> PrefillChoice:
+    choice: PrefillChoice = _others().Scored(name, inputs)
+    return choice
+
 
 # The choices that use what was scraped of the prefillers.
-USING_LOADS = frozenset(SCORES)
+_SCORED = ("s1-enhanced", "s2-enhanced", "s2-dynamic-waiting")
+USING_LOADS = frozenset(_SCORED)
+
+PREFILL_CHOICES: dict[str, Callable[[PrefillInputs], PrefillChoice]] = {
+    "fewest-tokens": lambda _: FewestTokens(),
+    "least-conn": lambda _: _others().LeastConn(),
+    "round-robin": lambda _: _others().PrefillRoundRobin(),
+    "random": lambda inputs: _others().RandomOne(inputs.rng),
+    "power-of-two": lambda inputs: _others().PrefillPowerOfTwo(inputs.rng),
+    **{name: partial(_scored, name) for name in _SCORED},
+    "prefix-aware": lambda inputs: _others().PrefixAware(inputs.index_blocks, inputs.engine_blocks),
+    "sticky": lambda _: _others().Sticky(),
+    "cache-aware": lambda inputs: _others().CacheAware(inputs.index_blocks),
+    "lmetric": lambda inputs: _others().LMetric(inputs.index_blocks),
+}
+
 # The choices that use the blocks of prompts.
 USING_BLOCKS = frozenset({"prefix-aware", "sticky", "cache-aware", "lmetric"})
 # The choices that use what prefillers tell of their caches.

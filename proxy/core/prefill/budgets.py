@@ -165,6 +165,16 @@ class Turns:
         return chosen
 
 
+class FewestTokens(Turns):
+    """The candidate that holds the fewest KV tokens; equal ones take turns."""
+
+    def choose(
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
+    ) -> PrefillerId:
+        del request
+        return self.least(candidates, view.held_tokens.__getitem__)
+
+
 # Which ranks can use the KV caches of which prefillers.
 #
 # Engines of two versions, or with KV caches of two kinds, may serve side by side while a fleet is

@@ -1,7 +1,4 @@
-"""The choices of a prefiller; the table of the package says what each does.
-
-The first is `fewest-tokens`: the prefiller that holds the fewest KV tokens.
-"""
+"""The choices of a prefiller but for `fewest-tokens`; the table of the package says what each does."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -178,16 +175,6 @@ def _waiting(loads: Sequence[EngineLoad]) -> list[float]:
 
 def _kv_usage(loads: Sequence[EngineLoad]) -> list[float]:
     return [load.kv_usage for load in loads]
-
-
-class FewestTokens(Turns):
-    """The candidate that holds the fewest KV tokens; equal ones take turns."""
-
-    def choose(
-        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
-    ) -> PrefillerId:
-        del request
-        return self.least(candidates, view.held_tokens.__getitem__)
 
 
 # `least-conn`: the prefiller that works on the fewest requests.

@@ -49,6 +49,7 @@ from balanceroute.proxy.core.events import (
     Ticket,
     TokensEmitted,
 )
+from balanceroute.proxy.core.fair_queueing import fair_queueing
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.prediction import mean_output_tokens
@@ -58,7 +59,7 @@ from balanceroute.proxy.core.prefill import (
     MakePrefillChoice,
     ScoreSettings,
 )
-from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
+from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS
 from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig, placed
 from balanceroute.proxy.lab.sim.engines import (

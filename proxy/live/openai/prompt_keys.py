@@ -230,8 +230,6 @@ _MASK = (1 << 63) - 1
 _BEFORE = (*FRONT, "cache_salt")
 # What makes engines compute or keep other blocks than those of the ids.
 _NOT_ALONE = ("cache_salt", "prompt_embeds", "truncate_prompt_tokens")
-SESSION_MEMBER = frozenset({"session_id"})
-"""A client's own name for it, which engines prefer to that in a header."""
 _FLAT = msgspec.json.Decoder(list[int])
 _NESTED = msgspec.json.Decoder(list[list[int]])
 

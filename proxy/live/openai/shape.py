@@ -100,6 +100,8 @@ INTERNAL_FIELDS = frozenset(
         "ret_first_tok",
     }
 )
+# A client's own name for a prompt, which engines prefer to that in a header.
+SESSION_MEMBER = frozenset({"session_id"})
 # See `_rare_member`.
 _RARE = frozenset(
     {

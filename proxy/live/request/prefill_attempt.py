@@ -28,8 +28,7 @@ from balanceroute.proxy.live.openai.legs import (
     read_prefill_answer,
     refuse_what_was_counted,
 )
-from balanceroute.proxy.live.openai.prompt_keys import SESSION_MEMBER, prompt_name
-from balanceroute.proxy.live.openai.shape import PROMPT, Api
+from balanceroute.proxy.live.openai.shape import PROMPT, SESSION_MEMBER, Api
 from balanceroute.proxy.live.openai.token_counts import continuous_usage_is_expensive
 from balanceroute.proxy.live.request.client_answer import EarlyToken
 from balanceroute.proxy.live.request.failures import ABORTED, Failure, What, breakage, refusal
@@ -100,8 +99,8 @@ class PrefillAttempt(Attempt):
         else:
             members, self._least = {**members, **early.members}, early.min_tokens
         headers, drop = session.headers, legs.drop
-        if legs.names_prompts and emitted.continued is None:
-            name = prompt_name(api, asked, session.ticket)
+        if context.name_prompt is not None and emitted.continued is None:
+            name = context.name_prompt(api, asked, session.ticket)
             headers, drop = headers + name, drop | SESSION_MEMBER if name else drop
         body = prefill_body(
             *(asked, members, params),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
-from balanceroute.proxy.core.events import Event, PrefillerId, RankId, RequestId
+from balanceroute.proxy.core.events import Event, PrefillerId, RankId, RequestId, Ticket
 from balanceroute.proxy.live.connectors import Connector, MissingKv
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
@@ -313,6 +313,8 @@ class SessionContext:
     # Called with what a decode rank posts when it calls for a prefill, by transfer.
     hand_offs: dict[str, Callable[[Mapping[str, Any]], None]] = field(default_factory=dict)
     suspects: Suspects = field(default_factory=Suspects)  # Prompts under which engines have died.
+    # Returns the header line that names a prompt to prefillers; None if their events name none.
+    name_prompt: "Callable[[Api, RequestBody, Ticket], bytes] | None" = None
     pump: "Pump | None" = None  # Moves the ordinary events of streams; None if nobody else does.
 
 

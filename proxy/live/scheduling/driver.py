@@ -33,7 +33,6 @@ from balanceroute.proxy.live.engines.instances import (
     Role,
     process_of,
 )
-from balanceroute.proxy.live.openai.prompt_keys import prompt_blocks, prompt_keys
 from balanceroute.proxy.live.openai.shape import Shape, TokenEstimate
 from balanceroute.proxy.live.prediction import ticket_features
 from balanceroute.proxy.live.request.leg_settings import Direct, guessed_tokens
@@ -533,6 +532,10 @@ class Driver:
         self.paces: RankPaces | None = None
         self.forbids = settings.forbids  # See `DriverSettings`.
         self._predictors, self._admission, self._settings = predictors, admission, settings
+        if self.uses_keys or settings.uses_blocks:
+            from balanceroute.proxy.live.openai import prompt_keys  # noqa: PLC0415
+
+            self._keys_of, self._blocks_of = prompt_keys.prompt_keys, prompt_keys.prompt_blocks
         self.table = SessionTable(rng)  # All live requests, and their names.
         self.sessions = self.table.live  # Those of the table.
         # Feeds the scheduler.
@@ -638,12 +641,12 @@ class Driver:
         """Return a ticket with the hashes of its prompt that somebody asks for."""
         api, body = arrival.shape.api, arrival.body
         if self.uses_keys:
-            ticket = structs.replace(ticket, keys=prompt_keys(api, body))
+            ticket = structs.replace(ticket, keys=self._keys_of(api, body))
         if self._settings.uses_blocks and not ticket.blocks:
             blocks = self.instances.engine_blocks or self.instances.rank_blocks
             # Tokens of a block where prompts are token ids; 0 for blocks of text alone.
             tokens = 0 if blocks is None or arrival.adapter else blocks.block_tokens
-            ticket = prompt_blocks(api, body, tokens).of(ticket)
+            ticket = self._blocks_of(api, body, tokens).of(ticket)
         return ticket
 
     def _began(self, session: Session) -> None:

@@ -58,9 +58,10 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
+from balanceroute.proxy.core.fair_queueing import fair_queueing
 from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.queueing import QUEUE_ORDERS, Fcfs, fair_queueing
+from balanceroute.proxy.core.queueing import QUEUE_ORDERS, Fcfs
 from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig
 
 S = 1_000_000_000

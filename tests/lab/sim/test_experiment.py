@@ -19,7 +19,7 @@ from balanceroute.proxy.core.admission import ADMISSIONS, AimdSettings
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId, StartPrefill
 from balanceroute.proxy.core.policies import POLICIES, PolicySettings
-from balanceroute.proxy.core.policies.baselines import OldestFirst, least_kv_with_room
+from balanceroute.proxy.core.policies.oldest_first import OldestFirst, least_kv_with_room
 from balanceroute.proxy.lab.service_levels import ServiceGroup, ServiceTargets
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
 from balanceroute.proxy.lab.sim.engines import PrefillModel

@@ -12,10 +12,10 @@ from balanceroute.predictors import Survival
 from balanceroute.proxy.core.events import Action
 from balanceroute.proxy.core.policies.two_stage import TwoStage
 from balanceroute.proxy.live.frontend.pass_through import SingleExchange
+from balanceroute.proxy.live.openai import prompt_keys
 from balanceroute.proxy.live.request.decode_attempt import start_decode, start_prefill
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.session import Session
-from balanceroute.proxy.live.scheduling import driver as driver_module
 from balanceroute.proxy.live.scheduling.decisions import Decisions
 from balanceroute.proxy.live.telemetry.record import Outcome
 
@@ -153,7 +153,7 @@ def test_an_exception_at_arrival_leaves_no_session(monkeypatch: pytest.MonkeyPat
     def keys(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(driver_module, "prompt_keys", keys)
+    monkeypatch.setattr(prompt_keys, "prompt_keys", keys)
 
     async def scenario(site: Site) -> None:
         answer = await site.post(COMPLETIONS, body())
