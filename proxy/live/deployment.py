@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.rank_memory import RankMemory
     from balanceroute.proxy.core.waiting import MakeQueueOrder
     from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler
+    from balanceroute.proxy.live.request.continued import Continued
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
@@ -460,13 +461,14 @@ class Deployment:
 
     def _session_context(self) -> SessionContext:
         engines, environment, loop = self.config.engines, self._environment, self._loop
+        connector = make_connector(engines.connector, callback=engines.metaserver_url)
         name_prompt = None
         if self.config.hears_kv_events:
             from balanceroute.proxy.live.openai.prompt_keys import prompt_name  # noqa: PLC0415
 
             name_prompt = prompt_name
         return SessionContext(
-            make_connector(engines.connector, callback=engines.metaserver_url),
+            connector,
             self.config.legs,
             clock=loop.time,
             uptime_s=environment.uptime_s,
@@ -477,8 +479,16 @@ class Deployment:
             max_model_len=self.models.max_model_len,
             suspects=self._suspects,
             name_prompt=name_prompt,
+            resuming=self._resuming(recomputes=connector.facts.recomputes),
             pump=environment.pump,
         )
+
+    def _resuming(self, *, recomputes: bool) -> "type[Continued] | None":
+        if not (self.config.legs.keeps_answers or recomputes):
+            return None
+        from balanceroute.proxy.live.request.continued import Continued  # noqa: PLC0415
+
+        return Continued
 
     def _make_discovery(self, ordered: OrderedState) -> "Reconciler":
         # Here, so that nothing of it is loaded where nothing is found so.

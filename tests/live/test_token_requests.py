@@ -8,7 +8,7 @@ from tests.live.test_proxy_connectors import ID, PULL_KEYS, alone, another, same
 from tests.support.site import Exchanged, Site, served
 
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
-from balanceroute.proxy.live.openai.continuation_stream import ids_in
+from balanceroute.proxy.live.openai.completion_stream import ids_in
 from balanceroute.proxy.live.openai.shape import read_token_shape
 from balanceroute.proxy.live.telemetry.record import Outcome
 

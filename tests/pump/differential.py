@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from tests.live.stream_client import Client, counts
 
-from balanceroute.proxy.live.openai.continuation_stream import TokenStream
+from balanceroute.proxy.live.openai.completion_stream import TokenStream
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.token_counts import TokenCounts
 from balanceroute.proxy.live.openai.token_ids import GeneratedIds, TokenIds

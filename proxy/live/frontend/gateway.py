@@ -54,7 +54,6 @@ from balanceroute.proxy.live.openai.body import (
     is_deep,
     read_in_slices,
 )
-from balanceroute.proxy.live.openai.continuation import may_begin_early
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, dump_escaped, error_body
 from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
 from balanceroute.proxy.live.openai.legs import engine_body, refuse_if_too_long
@@ -582,10 +581,12 @@ class Gateway:
             return
         name = tenant.name or (record.api_key_id if group.key_is_tenant else "")
         session = session_of(asking.known.session or named_in_body(asking.body), name)
+        context = group.intake.context
         early = (
-            group.intake.context.legs.asks_early
-            and not (shape.direct or group.intake.context.connector.decode_first)
-            and may_begin_early(shape, asking.body.values) is not None
+            context.resuming is not None
+            and context.legs.asks_early
+            and not (shape.direct or context.connector.decode_first)
+            and context.resuming.may_begin_early(shape, asking.body.values) is not None
         )
         group.intake.submit(
             Arrival(

@@ -109,6 +109,11 @@ def is_whole(body: bytes) -> bool:
         return False
 
 
+def is_handed_back(choice: dict[str, Any]) -> bool:
+    """Return whether a choice ends because the rank hands the request back."""
+    return choice.get("stop_reason") == RECOMPUTED
+
+
 def is_recomputed(api: Api, body: bytes) -> bool:
     """Return whether the rank gave the request back instead of finishing it.
 

@@ -11,9 +11,9 @@ object at the end, if the client asked for one, then corrects the count.
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.live.openai.answer import ABORT
+from balanceroute.proxy.live.openai.answer import ABORT, is_handed_back
 from balanceroute.proxy.live.openai.errors import EngineError, read_error
 from balanceroute.proxy.live.openai.stream_reader import (
     DONE,
@@ -30,11 +30,10 @@ from balanceroute.proxy.live.openai.token_counts import (
     is_total,
     token_count,
 )
-from balanceroute.proxy.live.openai.token_ids import TokenIds
-from balanceroute.proxy.live.openai.transcript import Transcript, is_handed_back
 from balanceroute.proxy.wire.http1.pump import (
     COMPLETIONS,
     COUNTED,
+    GENERATE,
     HIDE,
     NO_USAGE,
     TEXT,
@@ -42,6 +41,10 @@ from balanceroute.proxy.wire.http1.pump import (
     Passed,
 )
 from balanceroute.proxy.wire.sse import event_data
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.openai.token_ids import TokenIds
+    from balanceroute.proxy.live.openai.transcript import Transcript
 
 # The last token of a stream, held until the total that the client did not ask for has come.
 #
@@ -123,8 +126,8 @@ class CompletionStream(StreamReader):
         usage: UsageRewrite,
         asks_total: bool,
         counts: TokenCounts | None,
-        transcript: Transcript | None,
-        ids: TokenIds | None = None,
+        transcript: "Transcript | None",
+        ids: "TokenIds | None" = None,
         expensive: Callable[[], None],
         may_abort: Callable[[], bool],
     ) -> None:
@@ -376,7 +379,7 @@ class CompletionStream(StreamReader):
     # A request that the rank hands back.
 
     def _take_back(
-        self, transcript: Transcript, message: dict[str, Any], choice: dict[str, Any]
+        self, transcript: "Transcript", message: dict[str, Any], choice: dict[str, Any]
     ) -> None:
         event = transcript.keep_withheld(message, choice)
         if event and self._counts is not None:
@@ -394,3 +397,52 @@ class CompletionStream(StreamReader):
             if message is not None and is_total(message):
                 self._take_usage(message["usage"])
             self.over = True
+
+
+# The events of /inference/v1/generate: token ids instead of text (vLLM 0.32).
+#
+# Each event lists the ids that it brings, so they are counted exactly, without a count of the
+# engine's. Its events name every member, `"usage":null` too.
+
+# The quote before it tells it from `prompt_token_ids`. Text is escaped, so it cannot hold this.
+_IDS = b'"token_ids":['
+_USAGE = b'"usage":{'
+
+
+class TokenStream(CompletionStream):
+    """Reads one stream; see `CompletionStream`."""
+
+    __slots__ = ()
+
+    @property
+    def form(self) -> EventForm | None:
+        return self._form(GENERATE, 0)
+
+    def take_token(self, event: bytes) -> bytes:
+        if event.find(GOING_ON) < 0 or event.find(_USAGE) >= 0:
+            return b""
+        self._events += ids_in(event)
+        if self._ids is not None:
+            self._ids.take(event)
+        event += b"\n\n"
+        if self._transcript is not None:
+            self._transcript.keep(event)
+        return event
+
+    def _count(self, event: bytes) -> bytes:
+        self._events += ids_in(event)
+        return event
+
+    def _tokens_of(self, choice: dict[str, Any]) -> int:
+        ids = choice.get("token_ids")
+        return len(ids) if isinstance(ids, list) else 0
+
+
+def ids_in(event: bytes) -> int:
+    """Return how many ids an event lists; 1 if it has no list."""
+    begin = event.find(_IDS)
+    if begin < 0:
+        return 1
+    begin += len(_IDS)
+    end = event.find(b"]", begin)
+    return event.count(b",", begin, end) + 1 if event[begin:end].strip() else 0

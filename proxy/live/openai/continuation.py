@@ -17,7 +17,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.openai.answer import (
     dump_compact,
     events_head,
@@ -26,14 +25,18 @@ from balanceroute.proxy.live.openai.answer import (
     write_events,
 )
 from balanceroute.proxy.live.openai.body import BodyError, dump, is_deep
+from balanceroute.proxy.live.openai.errors import CannotResumeError
 from balanceroute.proxy.live.openai.shape import (
     CALLED_BY_ENGINES,
     COMPLETION_TOKENS,
+    CONTINUED_AT,
     PROMPT,
     SAMPLING,
     Api,
     Shape,
     integer,
+    is_greedy,
+    sampling_of,
 )
 from balanceroute.proxy.live.openai.stream_reader import RepeatedText, choices_of, parsed, text_of
 from balanceroute.proxy.live.openai.token_ids import care_of
@@ -73,10 +76,6 @@ _CARRIED = frozenset(
 _EMPTY_IN_TURNS = frozenset({"functions", "suffix", "use_beam_search", "watermarking"})
 # Characters of a member's name that the error shows.
 _MAX_NAME = 64
-
-
-class CannotResumeError(BalanceRouteError):
-    """The answer cannot be continued from its text."""
 
 
 def resumed_members(
@@ -264,17 +263,10 @@ def continued_tokens_body(kept: Mapping[str, Any], ids: bytes, emitted_tokens: i
     return b'%b, "%b": [%b]}' % (dump(members)[:-1], PROMPT.encode(), ids)
 
 
-_CONTINUED_AT = {
-    Api.CHAT: Api.COMPLETIONS,
-    Api.COMPLETIONS: Api.COMPLETIONS,
-    Api.GENERATE: Api.GENERATE,
-}
 # What vLLM's `SamplingParams` takes for no seed.
 _NO_SEEDS = (None, -1)
 # Those whose requests have a seed.
 _SEEDED = frozenset({Api.CHAT, Api.COMPLETIONS, Api.GENERATE, Api.RESPONSES})
-# As vLLM's `SamplingParams`: below, the most likely token is taken.
-_GREEDY_BELOW = 1e-5
 # The other legs' body has these as they are.
 _KEPT = frozenset(
     {
@@ -314,7 +306,7 @@ def continuable(shape: Shape, values: Mapping[str, Any], *, sampled: bool) -> di
     """
     if not shape.stream or shape.sequences > 1 or shape.prompt_data:
         return None
-    if shape.api not in _CONTINUED_AT or shape.direct:
+    if shape.api not in CONTINUED_AT or shape.direct:
         return None
     try:
         kept = continuable_tokens(values) if shape.api is Api.GENERATE else _continuable(values)
@@ -375,23 +367,6 @@ def _continuable(values: Mapping[str, Any]) -> dict[str, Any] | None:
     return kept
 
 
-def continued_at(api: Api) -> Api:
-    """Return the endpoint at which an answer of `api` goes on."""
-    return _CONTINUED_AT[api]
-
-
-def sampling_of(kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the members that say how tokens are drawn and how many; `kept` as by `continuable`."""
-    sampling: Mapping[str, Any] = kept.get(SAMPLING, kept)
-    return sampling
-
-
-def is_greedy(kept: Mapping[str, Any]) -> bool:
-    """Return whether each token is the most likely one."""
-    temperature = sampling_of(kept).get("temperature")
-    return isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW
-
-
 def _says_nothing(name: str, value: object) -> bool:
     if name == "tool_choice":
         return value in (None, "none", "auto")  # Without tools, "auto" is nothing.
@@ -403,7 +378,7 @@ def _says_nothing(name: str, value: object) -> bool:
 
 
 def continued_body(kept: Mapping[str, Any], api: Api, ids: bytes, emitted_tokens: int) -> bytes:
-    """Return the body that goes on behind `ids`, at the endpoint of `continued_at`.
+    """Return the body that goes on behind `ids`, at the endpoint of `CONTINUED_AT`.
 
     Args:
         kept: Members of the client's body; see `continuable`.

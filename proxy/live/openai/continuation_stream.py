@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from balanceroute.proxy.live.openai.answer import ABORT, dump_compact
-from balanceroute.proxy.live.openai.completion_stream import GOING_ON, CompletionStream
-from balanceroute.proxy.live.openai.errors import error_event
+from balanceroute.proxy.live.openai.completion_stream import CompletionStream, TokenStream
+from balanceroute.proxy.live.openai.errors import EXPERTS, OTHERWISE, UNTOLD
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.stream_reader import (
     RepeatedText,
@@ -23,13 +23,7 @@ from balanceroute.proxy.live.openai.stream_reader import (
 )
 from balanceroute.proxy.live.openai.told import DiffersError, Told
 from balanceroute.proxy.live.openai.transcript import Logprobs, UntoldError, tokens_of
-from balanceroute.proxy.wire.http1.pump import GENERATE, EventForm
 from balanceroute.proxy.wire.sse import event_data, whole_events
-
-# The errors that no engine reports.
-OTHERWISE = error_event(409, "the answer goes on otherwise than it had begun")
-_UNTOLD = error_event(409, "log-probabilities of a completion do not tell all that a chat's do")
-OWN_ERRORS = frozenset({OTHERWISE, _UNTOLD})
 
 
 class ContinuationStream(CompletionStream):
@@ -107,7 +101,7 @@ class ContinuationStream(CompletionStream):
         try:
             written = [_as_delta(choice, self._logprobs) for choice in choices]
         except UntoldError:
-            return self._stop(_UNTOLD)
+            return self._stop(UNTOLD)
         ending = dump_compact({"choices": written} | members)
         return self._head + ending[1:] + b"\n\n"
 
@@ -164,55 +158,6 @@ def _as_delta(choice: dict[str, Any], logprobs: Logprobs | None) -> dict[str, An
     return {name: value for name, value in delta.items() if value is not None}
 
 
-# The events of /inference/v1/generate: token ids instead of text (vLLM 0.32).
-#
-# Each event lists the ids that it brings, so they are counted exactly, without a count of the
-# engine's. Its events name every member, `"usage":null` too.
-
-# The quote before it tells it from `prompt_token_ids`. Text is escaped, so it cannot hold this.
-_IDS = b'"token_ids":['
-_USAGE = b'"usage":{'
-
-
-class TokenStream(CompletionStream):
-    """Reads one stream; see `CompletionStream`."""
-
-    __slots__ = ()
-
-    @property
-    def form(self) -> EventForm | None:
-        return self._form(GENERATE, 0)
-
-    def take_token(self, event: bytes) -> bytes:
-        if event.find(GOING_ON) < 0 or event.find(_USAGE) >= 0:
-            return b""
-        self._events += ids_in(event)
-        if self._ids is not None:
-            self._ids.take(event)
-        event += b"\n\n"
-        if self._transcript is not None:
-            self._transcript.keep(event)
-        return event
-
-    def _count(self, event: bytes) -> bytes:
-        self._events += ids_in(event)
-        return event
-
-    def _tokens_of(self, choice: dict[str, Any]) -> int:
-        ids = choice.get("token_ids")
-        return len(ids) if isinstance(ids, list) else 0
-
-
-def ids_in(event: bytes) -> int:
-    """Return how many ids an event lists; 1 if it has no list."""
-    begin = event.find(_IDS)
-    if begin < 0:
-        return 1
-    begin += len(_IDS)
-    end = event.find(b"]", begin)
-    return event.count(b",", begin, end) + 1 if event[begin:end].strip() else 0
-
-
 # The events of an answer of token ids of which the client has the beginning.
 #
 # The first id comes again where a prefiller had told it, and is left out. Spans of weight
@@ -221,7 +166,6 @@ def ids_in(event: bytes) -> int:
 # engine's knowledge of the whole answer (`routed_experts`) cannot be put together, and ends the
 # stream with an error.
 
-EXPERTS = error_event(409, "routed_experts of an answer that two engines gave cannot be told")
 # Of the first event, of which the client has them.
 _ONCE = ("prompt_token_ids", "mm_placeholders")
 

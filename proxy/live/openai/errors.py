@@ -22,6 +22,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.openai.stream_reader import decode
 
 _MAX_ERROR_BYTES = 65_536
@@ -286,3 +287,14 @@ def _event(body: bytes, endpoint: str) -> bytes:
 def dump_escaped(value: object) -> bytes:
     """Return a value as JSON in ASCII."""
     return json.dumps(value, separators=(",", ":")).encode()
+
+
+# Of streams that go on elsewhere: the errors that no engine reports.
+OTHERWISE = error_event(409, "the answer goes on otherwise than it had begun")
+UNTOLD = error_event(409, "log-probabilities of a completion do not tell all that a chat's do")
+EXPERTS = error_event(409, "routed_experts of an answer that two engines gave cannot be told")
+OWN_ERRORS = frozenset({OTHERWISE, UNTOLD, EXPERTS})
+
+
+class CannotResumeError(BalanceRouteError):
+    """The answer cannot be continued from its text."""

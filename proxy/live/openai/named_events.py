@@ -239,3 +239,10 @@ class NamedEventStream(StreamReader):
         before, mark, data = event.partition(b"data:")
         line, end, behind = data.partition(b"\n")
         return b"".join((before, mark, prompt.apply_within(line), end, behind))
+
+
+def named_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what a `NamedEventStream` takes of the options of a `CompletionStream`."""
+    hands_back = options["transcript"] is not None
+    taken = {name: options[name] for name in ("resumes", "usage", "may_abort")}
+    return taken | {"hands_back": hands_back}

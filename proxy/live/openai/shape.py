@@ -514,3 +514,25 @@ class TokenEstimate:
         ratio = shape.prompt_characters / prompt_tokens
         if _LEAST_RATIO <= ratio <= _MOST_RATIO:
             self._characters_per_token += _WEIGHT * (ratio - self._characters_per_token)
+
+
+# As vLLM's `SamplingParams`: below, the most likely token is taken.
+_GREEDY_BELOW = 1e-5
+CONTINUED_AT = {
+    Api.CHAT: Api.COMPLETIONS,
+    Api.COMPLETIONS: Api.COMPLETIONS,
+    Api.GENERATE: Api.GENERATE,
+}
+"""The endpoint at which an answer of another one goes on."""
+
+
+def sampling_of(kept: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the members that say how tokens are drawn and how many; `kept` as by `continuable`."""
+    sampling: Mapping[str, Any] = kept.get(SAMPLING, kept)
+    return sampling
+
+
+def is_greedy(kept: Mapping[str, Any]) -> bool:
+    """Return whether each token is the most likely one."""
+    temperature = sampling_of(kept).get("temperature")
+    return isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW

@@ -9,7 +9,6 @@ from struct import Struct
 from typing import Any
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.live.openai.answer import RECOMPUTED
 from balanceroute.proxy.live.openai.stream_reader import choices_of, parsed, text_of
 
 # The log-probabilities of an answer that goes on: counted on, and written as a chat's.
@@ -82,11 +81,6 @@ _COMPLETION_TEXT = b'"index":0,"text":"'
 # Before each text that others have kept: its length, and whether it is a whole event.
 _LENGTH = Struct("<I")
 _IS_EVENT = 1 << 31
-
-
-def is_handed_back(choice: dict[str, Any]) -> bool:
-    """Return whether a choice ends because the rank hands the request back."""
-    return choice.get("stop_reason") == RECOMPUTED
 
 
 class Transcript:

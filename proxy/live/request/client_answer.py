@@ -1,7 +1,6 @@
 """The client's side of one request: the answer as it goes out, and what slows or ends it."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -17,18 +16,6 @@ from balanceroute.proxy.live.openai.answer import (
     stream_headers,
     write_events,
 )
-from balanceroute.proxy.live.openai.body import RequestBody
-from balanceroute.proxy.live.openai.continuation import (
-    CannotResumeError,
-    continuable,
-    continued_body,
-    draws_otherwise,
-    is_greedy,
-    may_begin_again,
-    resumed_members,
-    sampling_of,
-    says_again,
-)
 from balanceroute.proxy.live.openai.errors import (
     JSON_HEADERS,
     NEVER_AGAIN,
@@ -37,22 +24,16 @@ from balanceroute.proxy.live.openai.errors import (
     error_event,
     error_words,
 )
-from balanceroute.proxy.live.openai.shape import PROMPT, SAMPLING, Api, Shape, flag
-from balanceroute.proxy.live.openai.stream_reader import RepeatedText
-from balanceroute.proxy.live.openai.token_ids import (
-    BackedUpIds,
-    GeneratedIds,
-    TokenIds,
-    asks_logprobs,
-    care_of,
+from balanceroute.proxy.live.openai.shape import (
+    Api,
+    Shape,
+    flag,
 )
-from balanceroute.proxy.live.openai.told import Told, ToldChoices, ToldEvents
-from balanceroute.proxy.live.openai.transcript import Logprobs, Transcript
-from balanceroute.proxy.live.request.leg_settings import Resume
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.instances import FirstTokenTrust, Prefiller
-    from balanceroute.proxy.live.openai.continuation import PrefillFirstToken
+    from balanceroute.proxy.live.openai.body import RequestBody
+    from balanceroute.proxy.live.openai.told import Told
+    from balanceroute.proxy.live.request.early_token import EarlyToken
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
@@ -172,251 +153,19 @@ class ClientAnswer:
         return b"x-request-id", self._record.request_id.encode()
 
 
-# What a request emitted on earlier bindings, for it to go on from there.
-
-
-_NAMED = frozenset({Api.MESSAGES, Api.RESPONSES})
-
-
 class Emitted(Struct, eq=False):
-    """All that the client has of an answer which its rank did not end."""
+    """All that the client has of an answer which its rank did not end; `Continued` goes on from it."""
 
     tokens: int = 0  # How many.
     # The first token, until a rank has said more than it; None if it waits for a rank.
     early: "EarlyToken | None" = None
-    drawn: "Mapping[str, object]" = {}  # Members that no client gave: the seed.
-    members: "Mapping[str, object]" = {}  # Of the client's body, those that change, and these.
-    # Of the client's body, what a continuation from ids needs; None if there can be none.
-    kept: "Mapping[str, Any] | None" = None
+    members: "Mapping[str, object]" = {}  # Of the client's body, those that change.
     # The request that continues from ids, in place of the client's; None if none does.
-    continued: RequestBody | None = None
-    overlap: str = ""  # Text that the client has behind `tokens`, and that comes again.
-    # Tokens behind them of which it has log-probabilities, which come again.
-    overlap_tokens: int = 0
-    text_offset: int = 0  # Of the first token behind them, as log-probabilities tell it.
-    head: bytes = b""  # Of the client's first event, all that stands before the choices.
+    continued: "RequestBody | None" = None
     # What the client has of an answer that is to begin again; None if none does.
-    told: Told | None = None
+    told: "Told | None" = None
     # When the client had something last, by the loop's clock; None if it has nothing.
     heard_s: float | None = None
-    parses: bool = False  # Whether a prefiller has shown that it has a parser of reasoning.
-    _text: str = ""
-
-    def repeated(self) -> RepeatedText:
-        """Return what the client has, and that the next rank says again."""
-        return RepeatedText(self.overlap, self.overlap_tokens)
-
-    @property
-    def comparison(self) -> "Callable[[bytes], bool] | None":
-        """See `EarlyToken`."""
-        return None if self.early is None else self.early.comparison
-
-    @property
-    def logprobs(self) -> Logprobs | None:
-        """How log-probabilities go on; None if there are none."""
-        if self.kept is None or not asks_logprobs(self.kept):
-            return None
-        return Logprobs(self.text_offset, self.kept.get("top_logprobs") or 0)
-
-    def add(
-        self, transcript: "Transcript", tokens: int, shape: "Shape", body: "RequestBody"
-    ) -> bool:
-        """Take in the text and tokens of a leg; return whether there is any text to go on from.
-
-        Raises:
-            CannotResumeError: The answer cannot be continued from text.
-        """
-        if transcript.text is None or self.continued is not None:
-            raise CannotResumeError("its answer cannot be continued from text")
-        values = body.large_values()
-        told = asks_logprobs(values) or values.get("return_token_ids")
-        if told and transcript.text and not transcript.is_whole:
-            # The next rank would say these tokens again, and the client has them.
-            raise CannotResumeError("tokens that the client was told of may have no text yet")
-        text, tokens = self._text + "".join(transcript.text), self.tokens + tokens
-        if not text:
-            return False
-        members = resumed_members(shape.api, values, text, tokens)
-        self.members = {**self.drawn, **members}
-        self._text, self.tokens = text, tokens
-        self.overlap, self.overlap_tokens = "", 0
-        return True
-
-    def ids_to_keep(
-        self,
-        shape: "Shape",
-        body: "RequestBody",
-        resume: Resume,
-        repeated: RepeatedText,
-        *,
-        parses: bool,
-        prompt_tokens: int | None,
-    ) -> TokenIds | None:
-        """Return what keeps the ids of a rank's tokens, for another to go on from; None for nothing.
-
-        Args:
-            shape: The client's request.
-            body: What the rank is asked.
-            resume: Which streams go on; some do.
-            repeated: What the client has, and that the rank says again.
-            parses: Whether the rank may have a parser of reasoning: what that keeps back no answer tells.
-            prompt_tokens: Of the client's prompt, as a prefiller has counted; None if none has.
-        """
-        if self.continued is None:
-            self.kept = continuable(shape, body.values, sampled=resume is Resume.VALID)
-            parses = (parses or self.parses) and shape.api is Api.CHAT
-        if self.kept is None or (parses and self.continued is None):
-            return None
-        if shape.api is Api.GENERATE:
-            return GeneratedIds(bytes(body.value_text(PROMPT)))
-        care = care_of(self.kept)
-        if prompt_tokens is not None:
-            prompt_tokens += self.tokens
-        if care is None:
-            return TokenIds(repeated, prompt_tokens)
-        return BackedUpIds(care, repeated, prompt_tokens)
-
-    def told_to_keep(
-        self,
-        shape: "Shape",
-        body: "RequestBody",
-        resume: Resume,
-        seed: "Callable[[], int]",
-    ) -> Told | None:
-        """Return what keeps all that the client of a stream gets, for another engine to begin again.
-
-        Args:
-            shape: The client's request, of which it has nothing yet.
-            body: What it sent.
-            resume: Which streams go on; some do.
-            seed: Draws one.
-
-        Returns:
-            None if the answer must not begin again.
-        """
-        if self.continued is not None or self.tokens:
-            return None
-        sampling = may_begin_again(shape, body.values, sampled=resume is Resume.VALID)
-        if sampling is None:
-            return None
-        if not self.drawn and draws_otherwise(sampling):
-            self.draw(sampling, seed(), nested=shape.api is Api.GENERATE)
-        self.told = ToldEvents() if shape.api in _NAMED else ToldChoices()
-        return self.told
-
-    def draw(self, sampling: "Mapping[str, Any]", seed: int, *, nested: bool) -> None:
-        """Give the request a seed, for its tokens to be drawn alike wherever they are.
-
-        `nested` says that the members of `sampling` are not the body's own.
-        """
-        drawn: dict[str, object] = {"seed": seed}
-        self.drawn = {SAMPLING: {**sampling, **drawn}} if nested else drawn
-        self.members = {**self.members, **self.drawn}
-
-    def takes(self, ids: "TokenIds", shape: "Shape") -> bool:
-        """Return whether the answer can be continued from the ids of a leg's tokens."""
-        if self.continued is not None and not ids.begun:
-            return True  # It did nothing, and what it was asked for stands.
-        tokens = self.tokens + ids.count
-        # A parser of reasoning may have kept a chat's first tokens back.
-        begun = tokens > 0 or ids.behind or shape.api is Api.COMPLETIONS
-        # Another sample would not say again what the client has.
-        repeats = self.kept is not None and is_greedy(self.kept)
-        if not repeats and (ids.behind or ids.tokens_behind):
-            return False
-        ends = shape.max_tokens is not None and tokens >= shape.max_tokens
-        return ids.usable and bool(begun) and not ends
-
-    def add_ids(self, ids: "TokenIds", shape: "Shape") -> None:
-        """Take in the ids of a leg's tokens, if `takes`."""
-        assert self.kept is not None
-        if not ids.begun:
-            return
-        self.tokens += ids.count
-        self.overlap, self.overlap_tokens = ids.behind, ids.tokens_behind
-        self.text_offset += ids.end
-        self.head = self.head or ids.head
-        self._continue(b",".join(filter(None, (ids.prompt, ids.kept))), shape)
-
-    def add_early(self, shape: "Shape") -> None:
-        """Take in the first token, behind which a rank said something else than the client has."""
-        assert self.early is not None
-        assert self.early.said is not None
-        self.early.take_back()
-        self.kept, said = self.early.kept, self.early.said
-        self.tokens, self.overlap, self.head = 1, "", said.head
-        self._continue(said.ids, shape)
-
-    def _continue(self, ids: bytes, shape: "Shape") -> None:
-        assert self.kept is not None
-        self.early, self.members = None, {}
-        kept = {**self.kept, **self.drawn}
-        self.continued = RequestBody(continued_body(kept, shape.api, ids, self.tokens))
-
-
-# The first token of a stream, given to the client when the prefill ends, before there is a rank.
-#
-# The decode leg stays as it is: the rank says the token again, which is left out. For both to
-# draw the same token, both legs have one seed. Until the rank has said more than the client has,
-# all of it can be repeated, as before the first byte. If it says something else, the answer goes
-# on behind the client's token, from ids.
-#
-# Of a prefiller on probation the client gets nothing: what it says is compared with what the rank
-# says.
-
-
-class EarlyToken:
-    """The first token of one request."""
-
-    __slots__ = ("_doubted", "_firsts", "_prefiller", "kept", "members", "min_tokens", "said")
-
-    def __init__(self, kept: "Mapping[str, Any]") -> None:
-        sampling = sampling_of(kept)
-        self.kept = kept  # Members of the client's body that a continuation has.
-        # Where the sampling has a place of its own, the answer is ids.
-        # What the prefill leg is asked for beyond those of both legs.
-        self.members = {"return_token_ids": True} if sampling is kept else {}
-        # An answer may be empty, and then the prefiller has to say so, too.
-        # How many the prefill leg must not end before.
-        self.min_tokens = 1 if sampling.get("min_tokens") else 0
-        self.said: PrefillFirstToken | None = None  # What the client has; None if it has nothing.
-        self._doubted: PrefillFirstToken | None = None
-        self._prefiller = ""
-        self._firsts: FirstTokenTrust | None = None
-
-    @property
-    def comparison(self) -> "Callable[[bytes], bool] | None":
-        """What compares each event of a rank's stream until it is true; None if nothing is to be."""
-        if self._doubted is None:
-            return None
-        return partial(self._compare, self._doubted, RepeatedText(self._doubted.text))
-
-    def give(self, said: "PrefillFirstToken", prefiller: "Prefiller") -> None:
-        self.said, self._doubted = said, None
-        self._firsts, self._prefiller = prefiller.first_tokens, prefiller.name
-        self._firsts.count()
-
-    def doubt(self, said: "PrefillFirstToken", prefiller: "Prefiller") -> None:
-        """Note what a prefiller said, for a rank to say it first."""
-        self._doubted = said
-        self._firsts, self._prefiller = prefiller.first_tokens, prefiller.name
-
-    def take_back(self) -> None:
-        """Note that the rank said another one."""
-        if self._firsts is not None:
-            self._firsts.differ(self._prefiller)
-
-    def _compare(self, said: "PrefillFirstToken", left: RepeatedText, event: bytes) -> bool:
-        same = says_again(said, left, event)
-        if same is None or self._firsts is None:
-            return False
-        self._doubted = None  # Another rank is no other comparison.
-        self._firsts.count()
-        if same:
-            self._firsts.agree()
-        else:
-            self.take_back()
-        return True
 
 
 # The answer of a prefiller that met a stop condition on its one token, as the client wants it.

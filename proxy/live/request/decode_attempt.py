@@ -17,27 +17,22 @@ from balanceroute.proxy.live.openai.answer import (
     stops_at_recomputed,
 )
 from balanceroute.proxy.live.openai.body import RequestBody, dump
-from balanceroute.proxy.live.openai.completion_stream import CompletionStream
-from balanceroute.proxy.live.openai.continuation import CannotResumeError
-from balanceroute.proxy.live.openai.continuation_stream import (
-    EXPERTS,
+from balanceroute.proxy.live.openai.completion_stream import CompletionStream, TokenStream
+from balanceroute.proxy.live.openai.errors import (
     OWN_ERRORS,
-    ContinuationStream,
-    RepeatingCompletionStream,
-    RepeatingNamedEventStream,
-    RepeatingTokenStream,
-    TokenContinuation,
-    TokenStream,
+    CannotResumeError,
+    error_in,
+    read_error,
+    tells_death,
 )
-from balanceroute.proxy.live.openai.errors import error_in, read_error, tells_death
 from balanceroute.proxy.live.openai.legs import (
     BadPrefillAnswerError,
     decode_body,
     read_prefill_answer,
 )
-from balanceroute.proxy.live.openai.named_events import NamedEventStream
-from balanceroute.proxy.live.openai.shape import AGENTS_APIS, CHAT, COMPLETIONS, GENERATE, Api
-from balanceroute.proxy.live.openai.stream_reader import RepeatedText, StreamReader, decoded
+from balanceroute.proxy.live.openai.named_events import NamedEventStream, named_options
+from balanceroute.proxy.live.openai.shape import AGENTS_APIS, GENERATE, Api
+from balanceroute.proxy.live.openai.stream_reader import StreamReader, decoded
 from balanceroute.proxy.live.openai.token_counts import (
     CountsAsked,
     TokenCounts,
@@ -46,7 +41,6 @@ from balanceroute.proxy.live.openai.token_counts import (
     asks_total,
     with_prompt_usage,
 )
-from balanceroute.proxy.live.openai.transcript import Transcript
 from balanceroute.proxy.live.request.failures import (
     ABORTED,
     Failure,
@@ -73,8 +67,11 @@ from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.openai.token_ids import TokenIds
     from balanceroute.proxy.live.openai.told import Told
+    from balanceroute.proxy.live.openai.transcript import Transcript
+    from balanceroute.proxy.live.request.continued import Continued
     from balanceroute.proxy.live.request.shared import KvHandle
     from balanceroute.proxy.wire.http1.client import ResponseHandler
     from balanceroute.proxy.wire.http1.pump import EventForm, Lent
@@ -104,7 +101,7 @@ class DecodeAttempt(Attempt):
     """
 
     __slots__ = (
-        *("_ids", "_kv", "_moves", "_new_by_s", "_rank", "_remote", "_repeated", "_seen_s"),
+        *("_ids", "_kv", "_moves", "_new_by_s", "_rank", "_remote", "_seen_s"),
         *("_told", "_transcript", "_transfer", "_usage", "hands_back", "stream"),
     )
 
@@ -120,14 +117,14 @@ class DecodeAttempt(Attempt):
         if session.shape.stream:
             self._usage = UsageRewrite(session.prompt_usage, session.emitted.tokens)
         self._transcript: Transcript | None = None
-        if self.hands_back:  # Text does not carry the named events of agents.
-            sequences = 0 if session.shape.api in AGENTS_APIS else session.shape.sequences
-            self._transcript = Transcript(sequences)
-        self._repeated = session.emitted.repeated()
         self._ids: TokenIds | None = None
         self._told: Told | None = None
-        if session.shape.stream and session.context.legs.resume is not RESUME_OFF:
-            self._keep(session.context.legs.resume)
+        if session.resuming is not None:
+            session.resuming.begin_leg()
+            if self.hands_back:
+                self._transcript = session.resuming.transcript(session.shape)
+            if session.shape.stream and session.context.legs.resume is not RESUME_OFF:
+                self._keep(session.resuming, session.context.legs.resume)
         self._kv = kv  # Until the engine is known to have it.
         self._new_by_s = 0.0
         self._transfer = ""
@@ -135,15 +132,14 @@ class DecodeAttempt(Attempt):
         self._seen_s, self._moves = 0.0, 0
         self._remote: HandOff | None = None  # The prefill that the rank calls for.
 
-    def _keep(self, resume: Resume) -> None:
+    def _keep(self, emitted: "Continued", resume: Resume) -> None:
         """Keep what another engine needs to go on with the stream: ids, or all that the client has."""
-        session, emitted = self._session, self._session.emitted
+        session = self._session
         if emitted.told is None and self._rank is not None:
             self._ids = emitted.ids_to_keep(
                 session.shape,
                 self._asked()[1],
                 resume,
-                self._repeated,
                 parses=self.engine.continuous_usage_is_expensive,
                 prompt_tokens=session.record.prompt_tokens or None,
             )
@@ -176,11 +172,12 @@ class DecodeAttempt(Attempt):
         """Whether another engine could go on with the stream, from the ids of its tokens or by beginning again."""
         if self._told is not None:
             return not self._told.lost
-        if self._ids is None:
+        resuming = self._session.resuming
+        if self._ids is None or resuming is None:
             return False
         if self.stream is not None:
             self.stream.call_back()  # With the ids that others have kept.
-        return self._session.emitted.takes(self._ids, self._session.shape)
+        return resuming.takes(self._ids, self._session.shape)
 
     @property
     def complete(self) -> bool:
@@ -325,8 +322,9 @@ class DecodeAttempt(Attempt):
             self.stream = None
 
     def _make_stream(self, asking: "RequestBody", asked: CountsAsked | None) -> Relay:
-        session = self._session
+        session, resuming = self._session, self._session.resuming
         options = {
+            "resumes": session.answer.opened,
             "ids": self._ids,
             "usage": self._usage,
             "asks_total": asks_total(asking.values),
@@ -335,8 +333,11 @@ class DecodeAttempt(Attempt):
             "expensive": partial(_stop_asking, self.engine),
             "may_abort": lambda: session.abort_ordered,
         }
-        reader = _make_reader(session, self._repeated, self._told, options)
-        reader.comparison = session.emitted.comparison
+        reader = None if resuming is None else resuming.reader(session.shape, self._told, options)
+        if reader is None:
+            reader = _plain_reader(session.shape, options)
+        if session.emitted.early is not None:
+            reader.comparison = session.emitted.early.comparison
         return Relay(
             self,
             session.answer.reply,
@@ -460,14 +461,14 @@ class DecodeAttempt(Attempt):
         self._session.finished(message, cut=cut)
 
     def stream_error_first(self, event: bytes) -> None:
-        session, emitted = self._session, self._session.emitted
+        session, resuming = self._session, self._session.resuming
         stream = self.stream
         assert stream is not None
-        if emitted.early is not None and stream.reader.differs:
+        if resuming is not None and resuming.early is not None and stream.reader.differs:
             session.host.report(self._served())
             self.close()
             session.record.first_token_differences += 1
-            emitted.add_early(session.shape)
+            resuming.add_early(session.shape)
             # It may have read another prompt's KV cache, and has that in its prefix cache now.
             session.recomputed(elsewhere=True)
             return
@@ -499,8 +500,9 @@ class DecodeAttempt(Attempt):
         elif stream is not None and _has_told(stream) and (tokens := stream.count_tokens()):
             advanced = True
             assert self._transcript is not None
+            assert session.resuming is not None
             try:
-                if session.emitted.add(self._transcript, tokens, session.shape, session.body):
+                if session.resuming.add(self._transcript, tokens, session.shape, session.body):
                     session.answer.reply.write(self._transcript.withheld)
             except CannotResumeError as error:
                 session.fail(502, f"the engine dropped the request, and {error}")
@@ -517,7 +519,8 @@ class DecodeAttempt(Attempt):
 
     def _leave_ids(self) -> None:
         assert self._ids is not None
-        self._session.emitted.add_ids(self._ids, self._session.shape)
+        assert self._session.resuming is not None
+        self._session.resuming.add_ids(self._ids, self._session.shape)
 
     def stream_broken(self, error: WireError) -> None:
         # The tokens of an answer that nobody has can be drawn again; a KV cache can be pulled once.
@@ -539,45 +542,11 @@ class DecodeAttempt(Attempt):
         return True
 
 
-def _make_reader(
-    session: "Session",
-    repeated: "RepeatedText",
-    told: "Told | None",
-    options: dict[str, Any],
-) -> "StreamReader":
-    emitted, shape, resumes = session.emitted, session.shape, session.answer.opened
-    if told is not None:  # It knows itself what the client has.
-        if shape.api is GENERATE:
-            return RepeatingTokenStream(shape.sequences, told, resumes=False, **options)
-        if shape.api in (CHAT, COMPLETIONS):
-            return RepeatingCompletionStream(shape.sequences, told, resumes=False, **options)
-        return RepeatingNamedEventStream(told, resumes=False, **_named(options))
-    if shape.api is GENERATE:
-        said = None if emitted.early is None else emitted.early.said
-        if said is None and not emitted.tokens:
-            return TokenStream(shape.sequences, resumes=resumes, **options)
-        again, before = None if said is None else said.id, emitted.tokens
-        return TokenContinuation(
-            shape.sequences, before=before, again=again, resumes=resumes, **options
-        )
+def _plain_reader(shape: "Shape", options: dict[str, Any]) -> "StreamReader":
     if shape.api in AGENTS_APIS:
-        return NamedEventStream(resumes=resumes, **_named(options))
-    if emitted.continued is None and not emitted.overlap:
-        return CompletionStream(shape.sequences, resumes=resumes, **options)
-    completes_chat = emitted.continued is not None and shape.api is CHAT
-    return ContinuationStream(
-        shape.sequences,
-        head=emitted.head if completes_chat else b"",
-        repeated=repeated,
-        logprobs=emitted.logprobs,
-        resumes=resumes,
-        **options,
-    )
-
-
-def _named(options: dict[str, Any]) -> dict[str, Any]:
-    hands_back = options["transcript"] is not None
-    return {name: options[name] for name in ("usage", "may_abort")} | {"hands_back": hands_back}
+        return NamedEventStream(**named_options(options))
+    plain = TokenStream if shape.api is GENERATE else CompletionStream
+    return plain(shape.sequences, **options)
 
 
 def _has_told(stream: Relay) -> bool:
@@ -640,8 +609,7 @@ def _reported(event: bytes, *, opened: bool) -> Failure:
     if not opened:
         return failure
     # The status was sent long ago.
-    own = event in OWN_ERRORS or event == EXPERTS
-    said = error.words if own else f"the engine reported: {error.words or 'error'}"
+    said = error.words if event in OWN_ERRORS else f"the engine reported: {error.words or 'error'}"
     return replace(failure, reason=said[:_MOST_WORDS], answer=None)
 
 

@@ -191,6 +191,11 @@ class LegSettings(LegTimes, LegRetries, AnswerLimit, LegRules):
         drop = INTERNAL_FIELDS - {"priority"} if self.pass_priority else INTERNAL_FIELDS
         object.__setattr__(self, "drop", drop)
 
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether streams may go on elsewhere, or begin with what a prefiller says."""
+        return self.resume is not RESUME_OFF or self.first_token is not FROM_DECODE
+
     def direct_of(self, prompt_tokens: int) -> Direct:
         """Return who serves a request that one engine has to do whole."""
         too_long = prompt_tokens > self.direct_decode_tokens

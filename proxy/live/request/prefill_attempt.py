@@ -1,6 +1,6 @@
 """A prefiller that was asked for a prompt's KV cache."""
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -12,13 +12,6 @@ from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import FirstTokenTrust, Prefiller, process_of
 from balanceroute.proxy.live.openai.answer import STREAM_HEADERS, is_message
 from balanceroute.proxy.live.openai.body import BodyError, dump
-from balanceroute.proxy.live.openai.continuation import (
-    is_greedy,
-    may_begin_early,
-    read_first_id,
-    read_first_token,
-    sampling_of,
-)
 from balanceroute.proxy.live.openai.errors import error_in
 from balanceroute.proxy.live.openai.legs import (
     BadPrefillAnswerError,
@@ -28,9 +21,8 @@ from balanceroute.proxy.live.openai.legs import (
     read_prefill_answer,
     refuse_what_was_counted,
 )
-from balanceroute.proxy.live.openai.shape import PROMPT, SESSION_MEMBER, Api
+from balanceroute.proxy.live.openai.shape import SESSION_MEMBER, Api, is_greedy
 from balanceroute.proxy.live.openai.token_counts import continuous_usage_is_expensive
-from balanceroute.proxy.live.request.client_answer import EarlyToken
 from balanceroute.proxy.live.request.failures import ABORTED, Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.leg_settings import (
     FROM_DECODE,
@@ -50,6 +42,8 @@ from balanceroute.proxy.live.request.shared import (
 from balanceroute.proxy.live.telemetry.record import PREFILL_LEG
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.live.request.continued import Continued
+    from balanceroute.proxy.live.request.early_token import EarlyToken
     from balanceroute.proxy.wire.messages import Headers, WireError
 
 _DEFAULT_MAX_TOKENS = 16  # Of completions, and no chat is longer without a limit.
@@ -145,9 +139,10 @@ class PrefillAttempt(Attempt):
             answer = replace(answer, complete=False)
         record = session.record
         record.prefilled_ns = round(session.context.clock() * 1e9)
-        if session.shape.stream and session.context.legs.resume is not RESUME_OFF:
+        resuming, resume = session.resuming, session.context.legs.resume
+        if resuming is not None and session.shape.stream and resume is not RESUME_OFF:
             # Only who keeps ids asks, and all of the answer is decoded for it.
-            session.emitted.parses |= continuous_usage_is_expensive(answer.message)
+            resuming.parses |= continuous_usage_is_expensive(answer.message)
         again = session.emitted.told is not None and session.answer.opened
         if session.emitted.tokens == 0 and not again:
             record.prompt_tokens = answer.prompt_tokens
@@ -160,9 +155,8 @@ class PrefillAttempt(Attempt):
         except MissingKvError as error:
             self._go_on_without_kv(answer, error)
         else:
-            early = session.emitted.early
-            if early is not None and early.said is None:
-                self._tell(early, answer, body)
+            if resuming is not None and resuming.early is not None and resuming.early.said is None:
+                self._tell(resuming, resuming.early, answer, body)
             self._pool(kv, answer, lease_ns)
 
     def _refuses(self, prompt_tokens: int) -> bool:
@@ -182,23 +176,21 @@ class PrefillAttempt(Attempt):
             return True
         return False
 
-    def _expect_early(self) -> EarlyToken | None:
+    def _expect_early(self) -> "EarlyToken | None":
         """Return the first token that this leg is to bring; None if it waits for a rank."""
-        session, emitted = self._session, self._session.emitted
-        if session.context.legs.first_token is FROM_DECODE or emitted.early is not None:
+        session, emitted = self._session, self._session.resuming
+        if emitted is None or session.context.legs.first_token is FROM_DECODE:
+            return None
+        if emitted.early is not None:
             return emitted.early
         if session.answer.opened or emitted.members or not self.prefiller.first_tokens.credible:
             return None
-        kept = may_begin_early(session.shape, session.body.values)
-        if kept is None:
-            return None
-        sampling = sampling_of(kept)
-        if not is_greedy(kept) and sampling.get("seed") is None:
-            emitted.draw(sampling, draw_seed(session), nested=sampling is not kept)
-        emitted.early = EarlyToken(kept)
-        return emitted.early
+        seed = partial(draw_seed, session)
+        return emitted.expect_early(session.shape, session.body.values, seed)
 
-    def _tell(self, early: EarlyToken, answer: PrefillAnswer, body: bytes) -> None:
+    def _tell(
+        self, emitted: "Continued", early: "EarlyToken", answer: PrefillAnswer, body: bytes
+    ) -> None:
         """Begin the client's stream with the answer's token, unless a rank may refuse the request.
 
         On probation it waits for the rank, to be compared. One that comes too late is no answer: the
@@ -207,18 +199,14 @@ class PrefillAttempt(Attempt):
         session, record, firsts = self._session, self._session.record, self.prefiller.first_tokens
         if not firsts.credible or not self._fits(answer.prompt_tokens) or self._is_late():
             return
-        if session.shape.api is Api.GENERATE:
-            prompt = bytes(session.body.value_text(PROMPT))
-            said = read_first_id(answer.message, prompt)
-        else:
-            said = read_first_token(session.shape.api, answer.message, body)
+        said = early.read(session.shape.api, answer.message, body, session.body)
         if said is None:
             return
         if not (firsts.proven or session.context.connector.facts.tells_part):
             early.doubt(said, self.prefiller)
             return
         early.give(said, self.prefiller)
-        session.emitted.overlap = said.text
+        emitted.overlap = said.text
         record.first_token_ns = record.prefilled_ns
         record.early_first_token, record.output_tokens = True, 1
         session.answer.open(200, STREAM_HEADERS)

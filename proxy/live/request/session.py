@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from balanceroute.proxy.core import events
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role, Target
-from balanceroute.proxy.live.openai.continuation import continued_at
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
-from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS, Api, Shape
+from balanceroute.proxy.live.openai.shape import CONTINUED_AT, OPTIONAL_APIS, Api, Shape
 from balanceroute.proxy.live.request.client_answer import ClientAnswer, Emitted, answer_shortly
 from balanceroute.proxy.live.request.failures import (
     Blame,
@@ -173,7 +172,7 @@ class Attempt(Holding):
         continued = session.emitted.continued
         if continued is None:
             return session.shape.api, session.body
-        return continued_at(session.shape.api), continued
+        return CONTINUED_AT[session.shape.api], continued
 
     def send(self) -> None:
         """Ask the engine. The session holds the attempt by then, so that it is closed if this fails."""
@@ -277,7 +276,7 @@ class Session:
         *("_body", "_fingerprint", "abort_ordered", "answer"),
         *("context", "decodes", "emitted", "fresh", "headers", "held", "host"),
         *("hung", "kv", "number", "offset", "pooled_s", "recovery"),
-        *("phase", "prompt_usage", "record", "shape", "ticket"),
+        *("phase", "prompt_usage", "record", "resuming", "shape", "ticket"),
     )
 
     def __init__(
@@ -304,7 +303,9 @@ class Session:
         self.abort_ordered = False
         # Whether a rank decodes it; else a prefiller does the whole request.
         self.decodes = ticket.decode
-        self.emitted = Emitted()  # What earlier bindings emitted.
+        # Of an answer that may go on elsewhere, what is kept for it; None if none may.
+        self.resuming = None if host.context.resuming is None else host.context.resuming()
+        self.emitted: Emitted = self.resuming or Emitted()  # What earlier bindings emitted.
         # What the prefill leg told of its prompt; None if it told nothing.
         self.prompt_usage: PromptUsage | None = None
         # The prefiller that left a decode rank's call unanswered, to be asked last.

@@ -20,6 +20,7 @@ from balanceroute.proxy.live.telemetry.record import RequestRecord
 if TYPE_CHECKING:
     import asyncio
 
+    from balanceroute.proxy.live.request.continued import Continued
     from balanceroute.proxy.live.request.leg_settings import LegSettings
     from balanceroute.proxy.wire.http1.pump import Pump
 
@@ -315,6 +316,8 @@ class SessionContext:
     suspects: Suspects = field(default_factory=Suspects)  # Prompts under which engines have died.
     # Returns the header line that names a prompt to prefillers; None if their events name none.
     name_prompt: "Callable[[Api, RequestBody, Ticket], bytes] | None" = None
+    # Keeps what the client has of an answer that may go on elsewhere; None if none may.
+    resuming: "type[Continued] | None" = None
     pump: "Pump | None" = None  # Moves the ordinary events of streams; None if nobody else does.
 
 

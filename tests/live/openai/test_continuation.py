@@ -7,13 +7,13 @@ import pytest
 
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.continuation import (
-    CannotResumeError,
     PrefillFirstToken,
     continuable,
     continued_body,
     resumed_members,
     says_again,
 )
+from balanceroute.proxy.live.openai.errors import CannotResumeError
 from balanceroute.proxy.live.openai.legs import decode_body
 from balanceroute.proxy.live.openai.shape import Api, read_shape
 from balanceroute.proxy.live.openai.stream_reader import RepeatedText

@@ -13,6 +13,7 @@ from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role, Target
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api, read_shape
+from balanceroute.proxy.live.request.continued import Continued
 from balanceroute.proxy.live.request.decode_attempt import start_decode, start_prefill
 from balanceroute.proxy.live.request.leg_settings import Direct
 from balanceroute.proxy.live.request.phases import Phase
@@ -278,6 +279,7 @@ class Site:
             observe_gap=self.observe_gap,
             max_model_len=lambda _: self.max_model_len,
             hand_offs={},
+            resuming=Continued,
         )
         self.engines: dict[str, Engine] = {}
         self.prefillers = [

@@ -9,12 +9,11 @@ from tests.support.site import transcript
 from balanceroute.proxy.live.openai.answer import is_message, message_events
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api, read_shape
-from balanceroute.proxy.live.openai.stream_reader import RepeatedText
 from balanceroute.proxy.live.request.client_answer import (
-    Emitted,
     short_answer_body,
     short_answer_events,
 )
+from balanceroute.proxy.live.request.continued import Continued
 from balanceroute.proxy.live.request.leg_settings import Resume
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
@@ -239,10 +238,8 @@ def test_an_answer_that_has_reached_its_limit_is_not_continued(
     values = {"prompt": "a", "stream": True, "temperature": 0, "max_tokens": limit}
     body = RequestBody(json.dumps(values).encode())
     shape = read_shape(Api.COMPLETIONS, body, max_sequences=8)
-    emitted = Emitted()
-    ids = emitted.ids_to_keep(
-        shape, body, Resume.EXACT, RepeatedText(), parses=False, prompt_tokens=2
-    )
+    emitted = Continued()
+    ids = emitted.ids_to_keep(shape, body, Resume.EXACT, parses=False, prompt_tokens=2)
     assert ids is not None
     ids.note(OPENING, json.loads(OPENING[6:]))
     for _ in range(2):

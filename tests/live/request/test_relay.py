@@ -30,7 +30,7 @@ from tests.live.stream_client import (
 )
 from tests.support.site import transcript
 
-from balanceroute.proxy.live.openai.continuation_stream import TokenStream
+from balanceroute.proxy.live.openai.completion_stream import TokenStream
 from balanceroute.proxy.live.openai.token_ids import BackedUpIds, Care, GeneratedIds, TokenIds
 from balanceroute.proxy.live.request.relay import BufferedLeg
 from balanceroute.proxy.wire.http1.pump import (
