@@ -170,10 +170,10 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (13_700, 36),
+    "proxy/core": (13_700, 37),
     "proxy/wire": (7_600, 24),
     "proxy/live": (37_750, 120),
-    "proxy/lab": (15_600, 55),
+    "proxy/lab": (15_550, 55),
     "proxy/cli": (5_950, 26),
     "predictors": (3_750, 12),
     "topologies": (2_150, 8),

@@ -166,6 +166,8 @@ print(*(name for name in sys.modules if name.split(".")[0] == "{PACKAGE}"))
     # The readers of traces, the trees, the checks of topologies and the choice of a model are for others;
     # what some fleets use is loaded with its setting.
     others = {
+        "proxy.core.admission.overload",
+        "proxy.core.admission.tenants",
         "proxy.core.fair_queueing",
         "proxy.core.local_prefill",
         "proxy.core.policies.baselines",

@@ -11,8 +11,8 @@ TABLE = """
 predictors: Capped Hinted NoPrediction Oracle PastRequest Predictor PredictorFileError
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
-proxy.core.admission: ADMISSIONS Admission Aimd AimdOptions AimdSettings Allowance BoundedQueue Budget Decision
-    EXPECTING EarlyRefusal Ending FirstTokens Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
+proxy.core.admission: ADMISSIONS Admission AimdOptions AimdSettings Allowance BoundedQueue Decision EXPECTING
+    Ending Load POST_4 POST_5 Rate Refusal TenantLimits
 proxy.core.policies: Assignment Fleet OldestFirst POLICIES PREDICTING Policy PolicyInputs PolicySettings PoolEntry
     is_outside make_policy predicts skill_share
 proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillInputs

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.admission import Budget, FirstTokens, Load
+from balanceroute.proxy.core.admission import Load
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import ConfigError, LifecycleError, PolicyError
 from balanceroute.proxy.core.events import (
@@ -86,6 +86,7 @@ from balanceroute.proxy.core.waiting import (
 )
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.core.admission.overload import Budget, FirstTokens
     from balanceroute.proxy.core.fair_queueing import FairQueueing
     from balanceroute.proxy.core.local_prefill import LocalPrefill
     from balanceroute.proxy.core.rank_memory import RankMemory
@@ -118,8 +119,8 @@ class Intake:
         self,
         *,
         fair: "FairQueueing | None" = None,
-        budget: Budget | None = None,
-        first_tokens: FirstTokens | None = None,
+        budget: "Budget | None" = None,
+        first_tokens: "FirstTokens | None" = None,
         local_prefill: "LocalPrefill | None" = None,
         memory: "RankMemory | None" = None,
     ) -> None:

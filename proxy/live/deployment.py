@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
-from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, Budget, FirstTokens
+from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import HORIZON, Policy, PolicyInputs, is_outside, make_policy
 from balanceroute.proxy.core.prefill import (
@@ -70,6 +70,8 @@ from balanceroute.proxy.live.telemetry.snapshot import Held, LimitsState, Snapsh
 
 if TYPE_CHECKING:
     from balanceroute.predictors.state import Savable
+    from balanceroute.proxy.core.admission import AimdSettings
+    from balanceroute.proxy.core.admission.overload import Budget, FirstTokens
     from balanceroute.proxy.core.fair_queueing import FairQueueing
     from balanceroute.proxy.core.local_prefill import LocalPrefill
     from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
@@ -379,7 +381,7 @@ class Deployment:
             config.scheduling.policy, config.prefillers, config.decoders, config.discovery.discover
         )
 
-    async def _follow_limit(self, budget: Budget) -> None:
+    async def _follow_limit(self, budget: "Budget") -> None:
         """Keep the limit on requests in flight whenever it has moved."""
         kept = budget.cap
         while True:
@@ -405,8 +407,8 @@ class Deployment:
                 queue_order=order,
                 intake=Intake(
                     fair=None if cost == "none" else _fair_queueing(cost, order),
-                    budget=None if limit is None else Budget(limit),
-                    first_tokens=FirstTokens() if admission.admission in EXPECTING else None,
+                    budget=None if limit is None else _budget(limit),
+                    first_tokens=_first_tokens() if admission.admission in EXPECTING else None,
                     local_prefill=self._make_local_prefill(prefixes),
                     memory=prefixes,
                 ),
@@ -665,6 +667,18 @@ def _fair_queueing(cost: str, order: "MakeQueueOrder") -> "FairQueueing":
     from balanceroute.proxy.core.fair_queueing import fair_queueing  # noqa: PLC0415
 
     return fair_queueing(cost, order)
+
+
+def _budget(limit: "AimdSettings") -> "Budget":
+    from balanceroute.proxy.core.admission.overload import Budget  # noqa: PLC0415
+
+    return Budget(limit)
+
+
+def _first_tokens() -> "FirstTokens":
+    from balanceroute.proxy.core.admission.overload import FirstTokens  # noqa: PLC0415
+
+    return FirstTokens()
 
 
 def _make_roster(

@@ -15,13 +15,13 @@ from balanceroute.proxy.core.admission import (
     POST_5,
     AimdSettings,
     BoundedQueue,
-    EarlyRefusal,
     Ending,
     Load,
     Refusal,
     TenantLimits,
-    Tenants,
 )
+from balanceroute.proxy.core.admission.overload import EarlyRefusal
+from balanceroute.proxy.core.admission.tenants import Tenants
 from balanceroute.proxy.core.events import Ticket
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.queueing import FAIR_COSTS

@@ -19,13 +19,11 @@ from balanceroute.proxy.core.admission import (
     POST_5,
     AimdSettings,
     BoundedQueue,
-    Budget,
-    EarlyRefusal,
     Ending,
-    FirstTokens,
     TenantLimits,
-    Tenants,
 )
+from balanceroute.proxy.core.admission.overload import Budget, EarlyRefusal, FirstTokens
+from balanceroute.proxy.core.admission.tenants import Tenants
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.events import (
     Action,

@@ -14,19 +14,17 @@ from balanceroute.proxy.core.admission.rules import (
     POST_4,
     POST_5,
     Admission,
-    Aimd,
     AimdOptions,
     AimdSettings,
+    Allowance,
     BoundedQueue,
-    Budget,
     Decision,
-    EarlyRefusal,
     Ending,
-    FirstTokens,
     Load,
+    Rate,
     Refusal,
+    TenantLimits,
 )
-from balanceroute.proxy.core.admission.tenants import Allowance, Rate, TenantLimits, Tenants
 
 __all__ = [
     "ADMISSIONS",
@@ -34,26 +32,28 @@ __all__ = [
     "POST_4",
     "POST_5",
     "Admission",
-    "Aimd",
     "AimdOptions",
     "AimdSettings",
     "Allowance",
     "BoundedQueue",
-    "Budget",
     "Decision",
-    "EarlyRefusal",
     "Ending",
-    "FirstTokens",
     "Load",
     "Rate",
     "Refusal",
     "TenantLimits",
-    "Tenants",
 ]
+
+
+def _early(limit: int) -> Admission:
+    from balanceroute.proxy.core.admission.overload import EarlyRefusal  # noqa: PLC0415
+
+    return EarlyRefusal(BoundedQueue(limit))
+
 
 ADMISSIONS: dict[str, Callable[[int], Admission]] = {
     "bounded": BoundedQueue,
-    "early": lambda limit: EarlyRefusal(BoundedQueue(limit)),
+    "early": _early,
 }
 """Each takes the number of requests that may wait."""
 EXPECTING = frozenset({"early"})

@@ -5,14 +5,12 @@ exists for the scheduler. The number of waiting requests is bounded here and not
 because only the driver can reject one. A rule is a class here and a line in the registry.
 """
 
-from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import exp, inf
-from typing import Protocol
+from math import inf
+from typing import NamedTuple, Protocol
 
-import numpy as np
 from msgspec import Struct
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -71,9 +69,45 @@ class Admission(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How much may be taken.
+
+    Raises:
+        ConfigError: One of them is below 1.
+    """
+
+    per_minute: int  # In the long run.
+    burst: int  # At once, after a time in which nothing was taken.
+
+    def __post_init__(self) -> None:
+        for name in ("per_minute", "burst"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What a tenant may ask for; None is no limit."""
+
+    requests: Rate | None = None  # Requests.
+    tokens: Rate | None = None  # Tokens of prompts and answers.
+    concurrency: int | None = None  # Requests in flight.
+    queue_limit: int | None = None  # Those of them that no engine has begun.
+
+
+class Allowance(NamedTuple):
+    """What is left of a rate."""
+
+    limit: int  # The burst.
+    remaining: int  # What may be taken now, at least 0.
+    reset_ns: int  # Time until all of it may be.
+
+
 # `bounded`: requests are accepted until a given number wait.
 
 _TOO_MANY_REQUESTS = 429
+_NS_PER_S = 1_000_000_000
 
 
 class BoundedQueue:
@@ -106,142 +140,6 @@ class BoundedQueue:
         """Do nothing: the rule depends on the present load only."""
 
 
-# When the first token of a request that arrives now is to be expected.
-#
-# Three parts: the wait before prefill, by the requests ahead in the queue's order and the
-# measured rate at which they start; the prefill, by its prompt and the measured time per token;
-# and the rest (pool, KV transfer, first step), as it was lately. Those whose first token may be
-# the prefiller's have a rest of their own, which is none if it is. All are means, so half of the
-# requests take longer.
-
-_S = 1_000_000_000
-# Time with a queue that the rate of starts covers, and how much of it is needed to know the rate.
-_WINDOW_NS = 10 * _S
-_LEAST_NS = 1 * _S
-# Requests that the other means cover.
-_WINDOW_REQUESTS = 64
-
-
-class _Mean:
-    """A mean at first, an exponential average later; None before the first value."""
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-        self._count = 0
-
-    def add(self, value: float) -> None:
-        self._count = min(self._count + 1, _WINDOW_REQUESTS)
-        before = value if self.value is None else self.value
-        self.value = before + (value - before) / self._count
-
-
-class FirstTokens:
-    """Measures what the time to first token consists of."""
-
-    def __init__(self) -> None:
-        # Starts of requests that had waited, and the time in which any waited; both decay.
-        self._starts = self._backlog_ns = 0.0
-        self._since_ns: int | None = None
-        self._prefill_ns_per_token = _Mean()
-        self._rest_ns = {early: _Mean() for early in (False, True)}
-
-    def advance(self, now_ns: int, *, waiting: bool) -> None:
-        """Note the time; `waiting` is whether anything waited before prefill until now."""
-        since_ns, self._since_ns = self._since_ns, now_ns
-        if waiting and since_ns is not None:
-            passed_ns = now_ns - since_ns
-            keep = exp(-passed_ns / _WINDOW_NS)
-            self._starts *= keep
-            # The integral of the weights, so that a steady rate is measured without bias.
-            self._backlog_ns = keep * self._backlog_ns + _WINDOW_NS * (1 - keep)
-
-    def started(self) -> None:
-        """Note that a request that had waited before prefill waits no longer."""
-        self._starts += 1
-
-    def came(self, prompt_tokens: int, prefill_ns: int, rest_ns: int, *, early: bool) -> None:
-        """Note a first token: what its prefill took, and what came after that; `early` as below."""
-        self._prefill_ns_per_token.add(prefill_ns / prompt_tokens)
-        self._rest_ns[early].add(rest_ns)
-
-    def expected_ns(self, prompt_tokens: int, ahead: int, *, early: bool) -> float | None:
-        """Return the expected time to first token; None while too little was measured.
-
-        Args:
-            prompt_tokens: Of the request.
-            ahead: The requests that will start before it.
-            early: Whether its first token may be the prefiller's.
-        """
-        per_token_ns, rest_ns = self._prefill_ns_per_token.value, self._rest_ns[early].value
-        if per_token_ns is None or rest_ns is None:
-            return None
-        wait_ns = 0.0
-        if ahead:
-            if self._backlog_ns < _LEAST_NS or not self._starts:
-                return None
-            # It starts with the start after theirs.
-            wait_ns = (ahead + 1) * self._backlog_ns / self._starts
-        return wait_ns + per_token_ns * prompt_tokens + rest_ns
-
-
-# `early`: a request that cannot have its first token in time is refused at once.
-#
-# It would wait, and be prefilled perhaps, to expire in the end. Refused at once it costs nothing,
-# and its client can go elsewhere. Requests without a deadline, and those that arrive while
-# nothing waits or runs, are accepted: otherwise a deployment that was slow once would never be
-# measured again.
-
-_UNAVAILABLE = 503
-_NS_PER_S = 1_000_000_000
-_LONGEST_S = 3600
-
-
-class EarlyRefusal:
-    """Refuses what comes too late.
-
-    Args:
-        within: Asked first.
-    """
-
-    def __init__(self, within: Admission) -> None:
-        self._within = within
-        self.follows = within.follows
-
-    def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
-        refusal = self._within.offer(ticket, load, now_ns)
-        expected_ns = load.first_token_ns
-        if refusal is not None or ticket.deadline_ns is None or expected_ns is None:
-            return refusal
-        left_ns = ticket.deadline_ns - now_ns
-        if load.idle or expected_ns <= left_ns:
-            return None
-        reason = (
-            f"the first token is expected in {expected_ns / _NS_PER_S:.1f} s, "
-            f"and due in {max(0, left_ns) / _NS_PER_S:.1f} s"
-        )
-        # If no request comes meanwhile, the queue is by so much shorter then.
-        retry_s = min(-(-int(expected_ns - left_ns) // _NS_PER_S), _LONGEST_S)
-        return Refusal(_UNAVAILABLE, reason, max(1, retry_s), cause="deadline")
-
-    def began(self, ticket: Ticket, now_ns: int) -> None:
-        self._within.began(ticket, now_ns)
-
-    def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
-        self._within.ended(ticket, ending, now_ns)
-
-
-# How many requests may be in flight: a limit per open decode rank, fixed or moved by `aimd`.
-#
-# A request is in flight from the start of its prefill until it ends or is queued again, so
-# prefill, pool and decode are all inside the controlled loop. The queue before prefill is outside
-# of it: what waits there holds nothing. A request is granted a start only while fewer than `cap`
-# x open ranks are in flight. So a limit that grows takes effect at once, and one that shrinks
-# cancels nothing: it takes effect as requests end, whatever it was in between.
-#
-# Only requests whose client got a first token count for the time to it, whoever said it. Errors
-# are fast, and would raise the limit of a fleet that fails.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AimdSettings:
     """How a limit per decode rank is moved.
@@ -250,12 +148,12 @@ class AimdSettings:
         ConfigError: A value is out of range; the message begins with its name.
     """
 
-    target_ns: int = 2 * _S  # Of the p99 time to first token.
+    target_ns: int = 2 * _NS_PER_S  # Of the p99 time to first token.
     # Of the p95 time of a decode step, which is the time per output token: above it the limit is
     # too high as well. None for no such guard.
     tpot_target_ns: int | None = None
-    window_ns: int = 10 * _S  # Time that the percentiles cover.
-    tick_ns: int = 5 * _S  # Time between two decisions.
+    window_ns: int = 10 * _NS_PER_S  # Time that the percentiles cover.
+    tick_ns: int = 5 * _NS_PER_S  # Time between two decisions.
     band: float = 0.2  # Around a target, as a share of it.
     cooldown_ticks: int = 3  # Ticks without a change after a decrease.
     cap_min: int = 32  # The lowest limit.
@@ -289,12 +187,12 @@ class AimdSettings:
 POST_5 = AimdSettings()
 """Multiplicative decrease and a high floor, for an acquire timeout of half the target."""
 POST_4 = AimdSettings(
-    window_ns=30 * _S, cap_min=16, cap_max=128, cap_initial=64, factor=1.0, step_down=4
+    window_ns=30 * _NS_PER_S, cap_min=16, cap_max=128, cap_initial=64, factor=1.0, step_down=4
 )
 """Subtractive decrease and a long window, for an acquire timeout of 30 s."""
 
 
-# The settings.
+# The settings of a limit on the requests in flight; `overload.py` has what keeps it.
 
 _PRESETS = {"post5": POST_5, "post4": POST_4}
 # Of a request before prefill: with the limit half of the target, and what `post4` goes with.
@@ -428,138 +326,3 @@ class Decision(Enum):
     DECREASE = "decrease"
     INCREASE = "increase"
     HOLD = "hold"
-
-
-class Aimd:
-    """The controller: no clock, no measurement."""
-
-    def __init__(self, settings: AimdSettings) -> None:
-        self.settings = settings
-        self.cap = settings.cap_initial  # The limit.
-        self._cooldown = 0
-
-    def decide(
-        self, ttft_ns: float | None, *, demand: bool, tpot_ns: float | None = None
-    ) -> Decision:
-        """Move the limit.
-
-        Args:
-            ttft_ns: The p99 time to first token; None if it is unknown.
-            demand: Whether anything is in flight or waits.
-            tpot_ns: The p95 time of a step; None if it is unknown, or without a target for it.
-        """
-        settings = self.settings
-        if ttft_ns is None:
-            return Decision.UNKNOWN
-        if self._cooldown:
-            self._cooldown -= 1
-            return Decision.COOLDOWN
-        # Relative to their targets: the worse one counts.
-        excess = ttft_ns / settings.target_ns
-        if settings.tpot_target_ns is not None and tpot_ns is not None:
-            excess = max(excess, tpot_ns / settings.tpot_target_ns)
-        if excess > 1 + settings.band:
-            lower = int(self.cap * settings.factor) - settings.step_down
-            self.cap = max(settings.cap_min, lower)
-            self._cooldown = settings.cooldown_ticks
-            return Decision.DECREASE
-        if excess < 1 - settings.band and demand:
-            self.cap = min(settings.cap_max, self.cap + 1)
-            return Decision.INCREASE
-        return Decision.HOLD
-
-
-# With fewer samples a percentile means nothing.
-_LEAST_SAMPLES = 10
-
-
-class Window:
-    """The samples of the last `span_ns`."""
-
-    def __init__(self, span_ns: int) -> None:
-        self._span_ns = span_ns
-        self._samples: deque[tuple[int, int]] = deque()
-
-    def add(self, value: int, now_ns: int) -> None:
-        """Add a sample; times do not go back."""
-        self._samples.append((now_ns, value))
-
-    def percentile(self, percent: float, now_ns: int) -> float | None:
-        """Return a percentile of the samples in the window; None if they are too few."""
-        samples = self._samples
-        while samples and samples[0][0] <= now_ns - self._span_ns:
-            samples.popleft()
-        if len(samples) < _LEAST_SAMPLES:
-            return None
-        return float(np.percentile([value for _, value in samples], percent))
-
-
-class Budget:
-    """The number of requests in flight that one scheduler may have.
-
-    Args:
-        settings: How the limit is moved. A `cap_min` of `cap_max` fixes it.
-    """
-
-    def __init__(self, settings: AimdSettings) -> None:
-        # The p99 time to first token at the last tick; None if it was unknown.
-        self.ttft_ns: float | None = None
-        # The p95 time of a step then; None without a target for it.
-        self.tpot_ns: float | None = None
-        self.decisions: Counter[Decision] = Counter()  # How often each was taken.
-        self._controller = Aimd(settings)
-        self._firsts = Window(settings.window_ns)
-        self._steps = Window(settings.window_ns)
-        self._next_tick_ns: int | None = None
-
-    @property
-    def cap(self) -> int:
-        """The limit per rank."""
-        return self._controller.cap
-
-    @property
-    def ttft_target_ns(self) -> int:
-        """What the p99 time to first token is to keep."""
-        return self._controller.settings.target_ns
-
-    @property
-    def next_tick_ns(self) -> int | None:
-        """When the limit is next decided on; None before the first `advance`."""
-        return self._next_tick_ns
-
-    def room(self, in_flight: int, open_ranks: int) -> int:
-        """Return how many further requests may start; 0 or less for none."""
-        return self.cap * open_ranks - in_flight
-
-    def first_token(self, ttft_ns: int, now_ns: int) -> None:
-        """Note the first token that a client got."""
-        self._firsts.add(ttft_ns, now_ns)
-
-    def step(self, duration_ns: int, now_ns: int) -> None:
-        """Note the time of a decode step."""
-        if self._controller.settings.tpot_target_ns is not None:
-            self._steps.add(duration_ns, now_ns)
-
-    def advance(self, now_ns: int, *, demand: bool) -> None:
-        """Decide for every tick until now.
-
-        Args:
-            now_ns: The time.
-            demand: Whether anything was in flight or waited.
-        """
-        tick_ns = self._controller.settings.tick_ns
-        if self._next_tick_ns is None:
-            self._next_tick_ns = now_ns + tick_ns
-        while self._next_tick_ns <= now_ns:
-            self._tick(self._next_tick_ns, demand=demand)
-            self._next_tick_ns += tick_ns
-            if self.ttft_ns is None and self._next_tick_ns <= now_ns:
-                # Nothing came since: every further tick would leave everything as it is.
-                missed = (now_ns - self._next_tick_ns) // tick_ns
-                self._next_tick_ns += missed * tick_ns
-
-    def _tick(self, now_ns: int, *, demand: bool) -> None:
-        self.ttft_ns = self._firsts.percentile(99, now_ns)
-        self.tpot_ns = self._steps.percentile(95, now_ns)
-        decision = self._controller.decide(self.ttft_ns, demand=demand, tpot_ns=self.tpot_ns)
-        self.decisions[decision] += 1

@@ -8,12 +8,18 @@ be larger than they said.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp, expm1, inf
-from typing import NamedTuple
 
-from balanceroute.proxy.core.admission.rules import Admission, Ending, Load, Refusal
-from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.admission.rules import (
+    Admission,
+    Allowance,
+    Ending,
+    Load,
+    Rate,
+    Refusal,
+    TenantLimits,
+)
 from balanceroute.proxy.core.events import Ticket
 
 # A token bucket: what may be taken at a steady rate, and in bursts of a given size.
@@ -23,23 +29,6 @@ from balanceroute.proxy.core.events import Ticket
 
 # A bucket counts in these parts, of which each nanosecond adds `per_minute`.
 _PARTS = 60_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """How much may be taken.
-
-    Raises:
-        ConfigError: One of them is below 1.
-    """
-
-    per_minute: int  # In the long run.
-    burst: int  # At once, after a time in which nothing was taken.
-
-    def __post_init__(self) -> None:
-        for name in ("per_minute", "burst"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, must be at least 1")
 
 
 class Bucket:
@@ -137,24 +126,6 @@ _NS_PER_S = 1_000_000_000
 _LONGEST_S = 60
 # Its key was good when the request came in, and the file has changed since.
 _UNKNOWN = Refusal(401, "the key is not valid any more", None, "unknown")
-
-
-@dataclass(frozen=True, slots=True)
-class TenantLimits:
-    """What a tenant may ask for; None is no limit."""
-
-    requests: Rate | None = None  # Requests.
-    tokens: Rate | None = None  # Tokens of prompts and answers.
-    concurrency: int | None = None  # Requests in flight.
-    queue_limit: int | None = None  # Those of them that no engine has begun.
-
-
-class Allowance(NamedTuple):
-    """What is left of a rate."""
-
-    limit: int  # The burst.
-    remaining: int  # What may be taken now, at least 0.
-    reset_ns: int  # Time until all of it may be.
 
 
 class Account:

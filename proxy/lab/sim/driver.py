@@ -17,15 +17,8 @@ from msgspec import structs
 
 from balanceroute.predictors import Predictor
 from balanceroute.predictors.past import features_of
-from balanceroute.proxy.core.admission import (
-    Admission,
-    AimdSettings,
-    Budget,
-    Ending,
-    FirstTokens,
-    Load,
-    Refusal,
-)
+from balanceroute.proxy.core.admission import Admission, AimdSettings, Ending, Load, Refusal
+from balanceroute.proxy.core.admission.overload import Budget, FirstTokens
 from balanceroute.proxy.core.events import (
     Action,
     Admit,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.admission import Admission, Allowance, Refusal, TenantLimits, Tenants
+from balanceroute.proxy.core.admission import Admission, Allowance, Refusal, TenantLimits
 from balanceroute.proxy.live.connectors import METASERVER_PATH
 from balanceroute.proxy.live.frontend.request_head import (
     allowance_headers,
@@ -26,6 +26,7 @@ from balanceroute.proxy.live.telemetry.snapshot import TenantState
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.core.admission.tenants import Tenants
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.server import Reply
@@ -253,13 +254,16 @@ class Tenancy:
         beside: "Tenancy | None" = None,
     ) -> None:
         self._known = {one.name: one for one in tenants}
-        other: Tenants | None = None if beside is None else beside._tenants
-        accounts = None if other is None else other.accounts
-        self._tenants: Tenants | None = (
-            Tenants(within, self._limits, now_ns(), accounts) if self._known else None
-        )
-        self.admission: Admission = self._tenants or within  # For the driver.
         self._now_ns = now_ns
+        self._tenants = self._limited(within, beside) if self._known else None
+        self.admission: Admission = self._tenants or within  # For the driver.
+
+    def _limited(self, within: Admission, beside: "Tenancy | None") -> "Tenants":
+        from balanceroute.proxy.core.admission.tenants import Tenants  # noqa: PLC0415
+
+        other = None if beside is None else beside._tenants
+        accounts = None if other is None else other.accounts
+        return Tenants(within, self._limits, self._now_ns(), accounts)
 
     def change(self, tenants: Iterable[Tenant]) -> None:
         """Take other tenants and limits; see `Tenants.change`."""

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.core.admission.tenants import Bucket, Rate
+from balanceroute.proxy.core.admission.rules import Rate
+from balanceroute.proxy.core.admission.tenants import Bucket
 from balanceroute.proxy.core.errors import ConfigError
 
 S = 1_000_000_000

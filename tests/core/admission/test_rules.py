@@ -22,18 +22,15 @@ from balanceroute.proxy.core.admission import (
     ADMISSIONS,
     POST_4,
     POST_5,
-    Aimd,
     AimdOptions,
     AimdSettings,
     BoundedQueue,
-    Budget,
     Decision,
-    EarlyRefusal,
     Ending,
-    FirstTokens,
     Load,
     Refusal,
 )
+from balanceroute.proxy.core.admission.overload import Aimd, Budget, EarlyRefusal, FirstTokens
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import (
     Action,

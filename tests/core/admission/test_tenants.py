@@ -12,9 +12,8 @@ from balanceroute.proxy.core.admission import (
     Rate,
     Refusal,
     TenantLimits,
-    Tenants,
 )
-from balanceroute.proxy.core.admission.tenants import UNSTATED_OUTPUT_TOKENS, stated_tokens
+from balanceroute.proxy.core.admission.tenants import UNSTATED_OUTPUT_TOKENS, Tenants, stated_tokens
 from balanceroute.proxy.core.events import Ticket
 
 S = 1_000_000_000

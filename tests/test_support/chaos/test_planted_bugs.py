@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from tests.support.chaos.trial import run_seed
 
-from balanceroute.proxy.core.admission import Ending, TenantLimits, Tenants
+from balanceroute.proxy.core.admission import Ending, TenantLimits
+from balanceroute.proxy.core.admission.tenants import Tenants
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.core.waiting import Pool
