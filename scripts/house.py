@@ -173,7 +173,7 @@ BUDGET = {
     "proxy/core": (13_700, 37),
     "proxy/wire": (7_600, 24),
     "proxy/live": (37_750, 120),
-    "proxy/lab": (15_550, 55),
+    "proxy/lab": (15_600, 55),
     "proxy/cli": (5_950, 26),
     "predictors": (3_750, 12),
     "topologies": (2_150, 8),
