@@ -172,7 +172,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_700, 37),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (37_750, 120),
+    "proxy/live": (37_800, 122),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (5_950, 26),
     "predictors": (3_750, 12),

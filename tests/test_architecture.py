@@ -187,6 +187,8 @@ print(*(name for name in sys.modules if name.split(".")[0] == "{PACKAGE}"))
         "predictors.evaluation",
         "topologies.checks",
         "predictors.exact_match",
+        "proxy.live.control.load_log",
+        "proxy.live.group_orders",
         "proxy.live.kv_events",
         "proxy.model_choice",
     }

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.control.admin import Admin
-from balanceroute.proxy.live.control.order_store import GroupsInForce, keep_trying
-from balanceroute.proxy.live.control.orders import ConflictError
+from balanceroute.proxy.live.control.order_store import keep_trying
 from balanceroute.proxy.live.control.pausing import Pausing
 from balanceroute.proxy.live.control.roster import EngineOrders, named
 from balanceroute.proxy.live.control.state import (
-    LoadLog,
     ended_rows,
     held_by,
     instance_rows,
@@ -44,7 +42,9 @@ from balanceroute.proxy.live.telemetry.process_log import redact_too, set_log_le
 from balanceroute.proxy.live.telemetry.record import RecentRequests
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.live.control.pages import Routes
     from balanceroute.proxy.live.frontend.gateway import Gateway
+    from balanceroute.proxy.live.group_orders import GroupsInForce
     from balanceroute.proxy.live.leader.leadership import Leadership
     from balanceroute.proxy.live.scaling import ScalingSignals
     from balanceroute.proxy.live.security import Credentials
@@ -53,91 +53,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
     from balanceroute.proxy.live.tracing.exporter import SpanExporter
     from balanceroute.proxy.wire.http1.server import Server
-
-
-# Groups that are added, drained and removed while the proxy serves.
-
-
-class GroupOrders:
-    """Takes the orders about groups.
-
-    Args:
-        make: Returns a group's settings, given what its `[[model]]` table would have. Raises ConfigError.
-        begin: Starts a group and serves it from now on.
-        end: Serves a group no more, and closes it.
-        in_force: Keeps what was ordered.
-    """
-
-    def __init__(
-        self,
-        deployments: "Mapping[str, Deployment]",
-        *,
-        make: "Callable[[Mapping[str, object]], GroupConfig]",
-        begin: "Callable[[GroupConfig], Awaitable[None]]",
-        end: Callable[[str], Awaitable[None]],
-        in_force: "GroupsInForce",
-    ) -> None:
-        self._deployments = deployments
-        self._make, self._begin, self._end, self._in_force = make, begin, end, in_force
-
-    def rows(self) -> list[dict[str, object]]:
-        """Return each group: its names, whether it takes requests, and how many it has."""
-        return [
-            {
-                "group": name,
-                "model": list(one.config.engines.model) or [name],
-                "ready": one.driver.ready,
-                "engines": len(one.roster.targets()),
-                "in_flight": self._in_flight(one),
-            }
-            for name, one in self._deployments.items()
-        ]
-
-    async def add(self, table: Mapping[str, object]) -> None:
-        """Add a group; `table` is what its `[[model]]` table would have.
-
-        Raises:
-            ConfigError: It cannot be served.
-            ConflictError: Another group has the name, a served name or an engine.
-        """
-        group = self._make(table)
-        for name, one in self._deployments.items():
-            names = {name, *one.config.engines.model}
-            taken = names.intersection((group.name, *group.models))
-            if taken:
-                raise ConflictError(f"{min(taken)!r} is served by the group {name!r}")
-            urls = {target.url for target in one.roster.targets()}
-            own = {server.url.base for server in group.config.prefillers}
-            own |= {server.url.base for server in group.config.decoders}
-            for url in own & urls:
-                raise ConflictError(f"{url} is an engine of the group {name!r}")
-        await self._begin(group)
-        self._in_force.add(group.name, table)
-
-    def drain(self, group: str) -> None:
-        """Send nothing new to any engine of a group. Raises UnknownInstanceError: it is not there."""
-        roster = self._deployments[named(self._deployments, group)].roster
-        for target in roster.targets():
-            roster.drain(target.role, target.url)
-
-    async def remove(self, group: str, *, force: bool) -> None:
-        """Forget a group and its engines.
-
-        Raises:
-            UnknownInstanceError: It is not there.
-            ConflictError: It is the last one, or has requests, and `force` does not say to end them.
-        """
-        found = self._deployments[named(self._deployments, group)]
-        if len(self._deployments) == 1:
-            raise ConflictError(f"{group!r} is the last group: end the proxy instead")
-        count = self._in_flight(found)
-        if count and not force:
-            raise ConflictError(f"{count} requests are in flight in {group!r}: drain it first")
-        await self._end(group)
-        self._in_force.remove(group)
-
-    def _in_flight(self, deployment: "Deployment") -> int:
-        return len(deployment.driver.sessions) + deployment.pass_through.in_flight
 
 
 _log = logging.getLogger(__name__)
@@ -156,17 +71,18 @@ class Proxy:
 
     # Where other routers ask; None if they ask nowhere.
     select_service: "SelectService | None" = None
+    _groups_in_force: "GroupsInForce | None" = None
 
     def __init__(
         self,
         config: "ProxyConfig",
         environment: Environment,
     ) -> None:
-        self._groups_in_force: GroupsInForce | None = None
         if config.groups and environment.make_group is not None:
-            make = environment.make_group
-            self._groups_in_force = GroupsInForce(environment.orders, config.groups, make)
-            config = replace(config, groups=self._groups_in_force.load())
+            from balanceroute.proxy.live.group_orders import GroupsInForce  # noqa: PLC0415
+
+            kept = GroupsInForce(environment.orders, config.groups, environment.make_group)
+            self._groups_in_force, config = kept, replace(config, groups=kept.load())
         self.server: Server  # The public listener; there after `start`, like the next.
         self.gateway: Gateway  # The application behind it.
         self._public: PublicListener
@@ -297,6 +213,8 @@ class Proxy:
         deployment = self.deployments[name]
         works = list(deployment.tasks())
         if self._environment.write_loads is not None:
+            from balanceroute.proxy.live.control.load_log import LoadLog  # noqa: PLC0415
+
             loads = LoadLog(
                 deployment.driver,
                 interval_s=self.config.log.load_log_interval_s,
@@ -560,17 +478,15 @@ class Proxy:
             deployment.tenancy.change(credentials.tenants)
         self.metrics.tenants.names = {one.name for one in credentials.tenants}
 
-    def _group_orders(self) -> GroupOrders | None:
-        make = self._environment.make_group
-        if make is None or self._groups_in_force is None:
-            return None
-        return GroupOrders(
-            self.deployments,
-            make=make,
-            begin=self._begin_group,
-            end=self._end_group,
-            in_force=self._groups_in_force,
+    def _group_routes(self, tasks: set[asyncio.Task[None]]) -> "Routes":
+        if self._groups_in_force is None:
+            return {}
+        from balanceroute.proxy.live.group_orders import GroupOrders, GroupPages  # noqa: PLC0415
+
+        orders = GroupOrders(
+            self.deployments, self._begin_group, self._end_group, self._groups_in_force
         )
+        return GroupPages(orders, tasks).routes
 
     async def _begin_group(self, config: "GroupConfig") -> None:
         deployment = self._make_group(config)
@@ -654,7 +570,7 @@ class Proxy:
         return Admin(
             self,
             EngineOrders(lambda: {name: one.roster for name, one in self.deployments.items()}),
-            groups=self._group_orders(),
+            more_routes=self._group_routes,
             page_of_metrics=self.page_of_metrics,
             config=config.redacted(),
             token=config.credentials.admin_token,

@@ -58,10 +58,9 @@ from balanceroute.proxy.live.control.pages import (
     EVENTS,
     HEADERS,
     PAGE,
-    GroupOrdering,
-    GroupPages,
     LiveView,
     PausePages,
+    Routes,
     answering,
     as_json,
     asked_of,
@@ -283,6 +282,7 @@ class Admin:
     """The application of the admin listener: call it with a request and where its answer goes.
 
     Args:
+        more_routes: Returns the pages about groups, given the additions under way.
         token: What a request must present; None to ask for nothing, which is for a listener
             that only this machine can reach.
         names: What Host may say without a token, in lower case, beside loopback.
@@ -293,7 +293,7 @@ class Admin:
         control: Control,
         engines: EngineOrders,
         *,
-        groups: GroupOrdering | None = None,
+        more_routes: Callable[[set[asyncio.Task[None]]], Routes] = lambda _: {},
         page_of_metrics: Callable[[], bytes],
         config: Mapping[str, object],
         token: Secret | None,
@@ -313,7 +313,7 @@ class Admin:
         self._waits: set[asyncio.Task[None]] = set()
         self._pauses: set[asyncio.Task[None]] = set()
         self.takes_orders = True
-        self._routes: dict[bytes, dict[bytes, Callable[[HttpRequest, Reply], None]]] = {
+        self._routes: Routes = {
             b"/": {b"GET": self._page},
             b"/health": {b"GET": self._health},
             b"/liveness": {b"GET": self._health},
@@ -335,8 +335,7 @@ class Admin:
             b"/remove_worker": {b"POST": self._remove_by_query},
         }
         self._routes |= PausePages(control.pausing, self._pauses, self._check_places).routes
-        if groups is not None:
-            self._routes |= GroupPages(groups, self._additions).routes
+        self._routes |= more_routes(self._additions)
         self._of_worker = {b"GET": self._worker, b"DELETE": self._remove_worker}
         # Those that take a query.
         self._asking = (self._state, self._requests, self._add_by_query, self._remove_by_query)

@@ -6,11 +6,10 @@ With --roster-state it outlives the proxy.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw, Struct
 from msgspec.json import decode, encode
@@ -20,9 +19,6 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, check_ranks
 from balanceroute.topologies import MAX_RANKS
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.settings.config import GroupConfig
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
@@ -209,89 +205,3 @@ async def keep_trying(store: OrderStore) -> None:
         with suppress(OSError):  # It was told when it was ordered.
             if store.retry():
                 _log.info("orders are kept again")
-
-
-# Which groups were added to those of the settings, and which were removed, kept over a restart.
-
-# Beside the parts of the groups: no group can have this name.
-_PLACE = "[[model]]"
-
-
-class _GroupChanges(Struct, frozen=True):
-    """What was ordered."""
-
-    basis: str  # Names the groups of the settings that it was ordered for.
-    # What the `[[model]]` tables of the groups that were added would have.
-    added: tuple[dict[str, Any], ...] = ()
-    removed: tuple[str, ...] = ()  # The groups of the settings that were removed.
-
-
-class GroupsInForce:
-    """The groups of the settings, and what orders have made of them.
-
-    Args:
-        store: Keeps it; None to keep nothing.
-        make: Returns a group's settings, given what its table would have. Raises ConfigError.
-    """
-
-    def __init__(
-        self,
-        store: OrderStore | None,
-        groups: "tuple[GroupConfig, ...]",
-        make: "Callable[[Mapping[str, object]], GroupConfig]",
-    ) -> None:
-        self._store = store
-        self._groups = groups
-        self._make = make
-        self._basis = basis_of(*((one.name, one.models) for one in groups))
-        self._added: dict[str, dict[str, Any]] = {}
-        self._removed: set[str] = set()
-
-    def load(self) -> "tuple[GroupConfig, ...]":
-        """Return the groups as they stood last, else those of the settings."""
-        kept = self._read()
-        if kept.basis != self._basis:
-            _log.warning("orders about groups are dropped: the settings have other groups by now")
-            return self._groups
-        groups = [one for one in self._groups if one.name not in kept.removed]
-        for table in kept.added:
-            try:
-                groups.append(self._make(table))
-            except ConfigError as error:
-                fields = {"group": table.get("name"), "reason": str(error)}
-                _log.error("a group that was added is lost", extra={"fields": fields})
-            else:
-                self._added[groups[-1].name] = table
-        if not groups:
-            _log.error("orders about groups are lost: no group is left")
-            return self._groups
-        self._removed.update(kept.removed)
-        return tuple(groups)
-
-    def add(self, name: str, table: Mapping[str, object]) -> None:
-        self._added[name] = dict(table)
-        self._keep()
-
-    def remove(self, name: str) -> None:
-        """Keep that a group was removed, and nothing that was ordered about its engines."""
-        if self._added.pop(name, None) is None:
-            self._removed.add(name)
-        self._keep(forgotten=name)
-
-    def _read(self) -> _GroupChanges:
-        nothing = _GroupChanges(self._basis)
-        try:
-            data = b"" if self._store is None else self._store.load(_PLACE)
-            return decode(data, type=_GroupChanges) if data else nothing
-        except (OSError, ValueError) as error:
-            _log.error("orders about groups are lost", extra={"fields": {"reason": str(error)}})
-            return nothing
-
-    def _keep(self, forgotten: str = "") -> None:
-        """Keep how it stands now, and nothing of the engines of one that is gone."""
-        if self._store is not None:
-            what = "orders about groups"
-            self._store.changed(_PLACE, self._changes, forgotten=forgotten, what=what)
-
-    def _changes(self) -> _GroupChanges:
-        return _GroupChanges(self._basis, tuple(self._added.values()), tuple(sorted(self._removed)))

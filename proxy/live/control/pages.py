@@ -5,11 +5,11 @@ import base64
 import hashlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
@@ -21,7 +21,6 @@ from balanceroute.proxy.live.control.orders import (
     OrderRefusal,
     UnknownInstanceError,
     read_order,
-    text_of,
 )
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.routes import FANNED_OUT
@@ -49,6 +48,9 @@ EVENTS: Headers = [
 
 _encode = msgspec.json.Encoder().encode
 _log = logging.getLogger(__name__)
+
+Routes = dict[bytes, dict[bytes, Callable[[HttpRequest, Reply], None]]]
+"""By path and method."""
 
 
 class LiveView:
@@ -158,96 +160,6 @@ def as_json(value: object) -> object:
     return str(value)
 
 
-# The pages of the admin listener about groups, where there are several.
-
-_KEYS = frozenset({"model", "connector", "prefill", "decode", "proxy"})
-
-
-class GroupOrdering(Protocol):
-    """Who adds and removes groups; raises as `admin.Control` does."""
-
-    def rows(self) -> list[dict[str, object]]:
-        """Return each group."""
-
-    async def add(self, table: Mapping[str, object]) -> None:
-        """Add a group, given what its `[[model]]` table would have."""
-
-    def drain(self, group: str) -> None:
-        """Send nothing new to any engine of a group."""
-
-    async def remove(self, group: str, *, force: bool) -> None:
-        """Forget a group; `force` ends what is in flight there."""
-
-
-class GroupPages:
-    """Serves them.
-
-    Attributes:
-        routes: By path and method.
-    """
-
-    def __init__(self, groups: GroupOrdering, tasks: set[asyncio.Task[None]]) -> None:
-        self._groups = groups
-        self._tasks = tasks
-        self._busy = False
-        self.routes: dict[bytes, dict[bytes, Callable[[HttpRequest, Reply], None]]] = {
-            b"/admin/groups": {b"GET": self._rows, b"POST": self._add},
-            b"/admin/groups/drain": {b"POST": self._drain},
-            b"/admin/groups/remove": {b"POST": self._remove},
-        }
-
-    def _rows(self, _request: HttpRequest, reply: Reply) -> None:
-        send_json(reply, 200, {"groups": self._groups.rows()})
-
-    def _add(self, request: HttpRequest, reply: Reply) -> None:
-        order = read_order(request, required={"name"}, optional=_KEYS)
-        self._carry_out(request, reply, order, lambda: self._groups.add(order), "added")
-
-    def _drain(self, request: HttpRequest, reply: Reply) -> None:
-        order = read_order(request, required={"group"})
-        self._groups.drain(text_of(order, "group"))
-        _note(request, order, "drains")
-        self._rows(request, reply)
-
-    def _remove(self, request: HttpRequest, reply: Reply) -> None:
-        order = read_order(request, required={"group"}, optional={"force"})
-        group, force = text_of(order, "group"), order.get("force", False)
-        if not isinstance(force, bool):
-            raise OrderRefusal(400, "force must be true or false", param="force")
-        self._carry_out(
-            request, reply, order, lambda: self._groups.remove(group, force=force), "removed"
-        )
-
-    def _carry_out(
-        self,
-        request: HttpRequest,
-        reply: Reply,
-        order: dict[str, object],
-        do: Callable[[], Coroutine[None, None, None]],
-        word: str,
-    ) -> None:
-        """Carry out one order at a time: two that begin together might add the same."""
-        if self._busy:
-            raise OrderRefusal(429, "another order about groups is being carried out")
-        self._busy = True
-
-        async def carry_out() -> None:
-            with answering(reply):
-                try:
-                    await do()
-                finally:
-                    self._busy = False
-                _note(request, order, word)
-                self._rows(request, reply)
-
-        begin(self._tasks, carry_out())
-
-
-def _note(request: HttpRequest, order: dict[str, object], word: str) -> None:
-    fields = {"peer": request.peer, "order": json.dumps(order)}
-    _log.info("admin: %s a group", word, extra={"fields": fields})
-
-
 # The pages of the admin listener that pause, resume, abort, and send engines to sleep: see
 # `pausing.py`.
 #
@@ -300,7 +212,7 @@ class PausePages:
         self._pausing = pausing
         self._check_places = check_places
         self._tasks = tasks
-        self.routes: dict[bytes, dict[bytes, Callable[[HttpRequest, Reply], None]]] = {
+        self.routes: Routes = {
             b"/pause": {b"POST": self._pause},
             b"/resume": {b"POST": self._resume},
             b"/is_paused": {b"GET": self._is_paused},

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.support.site import Site, served
 
-from balanceroute.proxy.live.control.state import LoadLog
+from balanceroute.proxy.live.control.load_log import LoadLog
 
 COMPLETIONS = "/v1/completions"
 
