@@ -8,7 +8,6 @@ from balanceroute.predictors.base import (
     Predictor,
     RequestFeatures,
 )
-from balanceroute.predictors.files import PredictorFileError, load, save
 from balanceroute.predictors.state import Savable, State, StateError
 from balanceroute.predictors.survival import Hinted, Survival
 
@@ -19,12 +18,9 @@ __all__ = [
     "Oracle",
     "PastRequest",
     "Predictor",
-    "PredictorFileError",
     "RequestFeatures",
     "Savable",
     "State",
     "StateError",
     "Survival",
-    "load",
-    "save",
 ]

@@ -185,6 +185,7 @@ print(*(name for name in sys.modules if name.split(".")[0] == "{PACKAGE}"))
         "traces",
         "predictors.gbdt",
         "predictors.evaluation",
+        "predictors.files",
         "topologies.checks",
         "predictors.exact_match",
         "proxy.live.control.load_log",

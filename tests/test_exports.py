@@ -8,8 +8,8 @@ from tests.script import script
 
 house = script("house")
 TABLE = """
-predictors: Capped Hinted NoPrediction Oracle PastRequest Predictor PredictorFileError
-    RequestFeatures Savable State StateError Survival load save
+predictors: Capped Hinted NoPrediction Oracle PastRequest Predictor RequestFeatures Savable State StateError
+    Survival
 predictors.gbdt: Gbdt KIND
 proxy.core.admission: ADMISSIONS Admission AimdOptions AimdSettings Allowance BoundedQueue Decision EXPECTING
     Ending Load POST_4 POST_5 Rate Refusal TenantLimits

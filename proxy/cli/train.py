@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from balanceroute.predictors import NoPrediction, Survival, files
-from balanceroute.predictors import files as registry
+from balanceroute.predictors import kinds as registry
 from balanceroute.predictors.evaluation import Replay, cut_in_time, judge
 from balanceroute.proxy.cli.judgement_report import print_judgements, terms
 from balanceroute.proxy.cli.outputs import STDOUT, StageBar, check_output

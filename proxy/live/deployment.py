@@ -50,7 +50,6 @@ from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThrou
 from balanceroute.proxy.live.frontend.refusals import Tenancy
 from balanceroute.proxy.live.prediction import (
     PredictorSet,
-    StateKeeper,
     make_predictor,
     named,
     predictor_name,
@@ -78,6 +77,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.rank_memory import RankMemory
     from balanceroute.proxy.core.waiting import MakeQueueOrder
     from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler
+    from balanceroute.proxy.live.predictor_state import StateKeeper
     from balanceroute.proxy.live.request.continued import Continued
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
@@ -173,7 +173,6 @@ class Deployment:
         self._loop = asyncio.get_running_loop()
         clock = self._loop.time
         self._stages = StageTimes(environment.stopwatch)
-        self._keeper: StateKeeper | None = None
         self.predictors = self._make_predictors()
         self.health = Health(
             config.health,
@@ -200,6 +199,8 @@ class Deployment:
         self.discovery: Reconciler | None = None
         self.driver: Driver  # There after `start`, like the next.
         self.pass_through: PassThrough  # Serves requests that one engine answers alone.
+
+    _keeper: "StateKeeper | None" = None  # Keeps what the predictor learns, if anything does.
 
     @property
     def _hears(self) -> bool:
@@ -553,6 +554,8 @@ class Deployment:
         active = make_predictor(scheduling.predictor)
         path = scheduling.predictor_state
         if path is not None:
+            from balanceroute.proxy.live.predictor_state import StateKeeper  # noqa: PLC0415
+
             self._keeper = StateKeeper(
                 path,
                 cast("Savable", active),  # The settings were checked for it.

@@ -1,12 +1,10 @@
-"""The predictors in use and the file that keeps what one has learned."""
+"""The predictors in use."""
 
-import asyncio
 import logging
 import os
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +13,8 @@ import numpy as np
 
 from balanceroute.predictors import NoPrediction, Predictor, RequestFeatures, measures
 from balanceroute.predictors.base import Capped, check_survival, outside_predictor
-from balanceroute.predictors.files import KINDS, PredictorFileError, load, read_state, write_state
-from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, Savable, State, StateError
+from balanceroute.predictors.kinds import KINDS
+from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, Savable
 from balanceroute.predictors.survival import Hint, Hinted
 from balanceroute.proxy.core.config import outside_name
 from balanceroute.proxy.core.errors import ConfigError, shown
@@ -204,12 +202,10 @@ class PredictorSet:
         _log.exception("a shadow predictor failed", extra={"fields": {"predictor": shadow.name}})
 
 
-# Predictors by name or from a file, and the file that keeps what the one in use has learned.
+# Predictors by name or from a file.
 
 InThread = Callable[[Callable[[], None]], Awaitable[None]]
 """Runs a function where it may wait for a disk, and waits for it."""
-
-SAVE_INTERVAL_S = 60.0
 
 PREDICTORS: "dict[str, Callable[[], Savable | NoPrediction]]" = {
     "none": NoPrediction,
@@ -237,9 +233,11 @@ def make_predictor(word: str) -> "Savable | NoPrediction | Predictor":
             return _from_outside(outside)
         hint = did_you_mean(Path(word).name, PREDICTORS)
         raise ConfigError(f"is {shown(word)}, which is neither a predictor nor a file{hint}")
+    from balanceroute.predictors import files  # noqa: PLC0415
+
     try:
-        return load(word)
-    except PredictorFileError as error:
+        return files.load(word)
+    except files.PredictorFileError as error:
         raise ConfigError(f"is {error}") from error
     except ConfigError as error:  # A library is not installed.
         raise ConfigError(f"is {word}: {error}") from error
@@ -266,112 +264,6 @@ def named(word: str, predictor: "Predictor") -> NamedPredictor:
         uses_keys=getattr(predictor, "uses_keys", False),
         hint_of=hinted.hint_of,
     )
-
-
-class StateKeeper:
-    """Keeps what a predictor learns in a file.
-
-    A file that cannot be used never stops the proxy: the predictor begins afresh, the log says why,
-    and the first save puts the file aside as FILE.bad.
-
-    Args:
-        path: The file; it need not be there.
-        fresh: The predictor as it begins if nothing was kept.
-        metrics: Counts refusals and saves.
-        in_thread: Runs a function in a thread, for what may wait for a disk.
-        observed: Outputs that the predictor has learned from; nothing new is not saved again.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        fresh: "Savable",
-        *,
-        metrics: "PredictorMetrics",
-        in_thread: InThread,
-        observed: Callable[[], int],
-    ) -> None:
-        self.predictor = fresh  # Who has learned what the file says.
-        self._path = path
-        self._metrics = metrics
-        self._in_thread = in_thread
-        self._observed = observed
-        self._saved = 0
-        self._spoiled = False
-        self._saving: asyncio.Task[None] | None = None
-        if not os.path.lexists(path):
-            return
-        fields = {"path": str(path)}
-        try:
-            self.predictor = _restored(path, fresh)
-        except PredictorFileError as error:
-            self._spoiled = True
-            metrics.state_refused()
-            _log.error(
-                "the predictor's state is refused; it begins afresh",
-                extra={"fields": {**fields, "reason": str(error)}},
-            )
-        else:
-            _log.info("the predictor's state is restored", extra={"fields": fields})
-
-    async def run(self) -> None:
-        """Save now and then, for ever."""
-        while True:
-            await asyncio.sleep(SAVE_INTERVAL_S)
-            # To the end, also if this is cancelled: two writers must not overtake each other.
-            self._saving = asyncio.ensure_future(self._save())
-            await asyncio.shield(self._saving)
-
-    async def close(self) -> None:
-        """Save what is new; `run` must have ended."""
-        if self._saving is not None:
-            await self._saving
-        await self._save()
-
-    async def _save(self) -> None:
-        observed = self._observed()
-        if observed == self._saved:
-            return
-        try:
-            # The predictor is the loop's; its state is not shared.
-            state = self.predictor.state()
-            await self._in_thread(partial(_write, self._path, state, aside=self._spoiled))
-        except Exception as error:
-            # What goes wrong here must not end the proxy.
-            self._metrics.state_saved(ok=False)
-            known = isinstance(error, PredictorFileError | OSError)
-            _log.error(
-                "the predictor's state is not saved",
-                exc_info=not known,
-                extra={"fields": {"path": str(self._path), "reason": str(error)}},
-            )
-        else:
-            self._saved = observed
-            self._spoiled = False
-            self._metrics.state_saved(ok=True)
-
-
-def _restored(path: Path, fresh: "Savable") -> "Savable":
-    """Return a predictor of the same kind, and with the same model, that has learned more.
-
-    Raises:
-        PredictorFileError: The file is none of such a predictor.
-    """
-    state, expected = read_state(path), fresh.state()
-    if state.kind != expected.kind:
-        raise PredictorFileError(path, f"is of kind {state.kind[:40]!r}, not {expected.kind!r}")
-    if state.texts != expected.texts:
-        raise PredictorFileError(path, "was learned with another model than --predictor names")
-    try:
-        return type(fresh).from_state(state)
-    except StateError as error:
-        raise PredictorFileError(path, str(error)) from error
-
-
-def _write(path: Path, state: "State", *, aside: bool) -> None:
-    if aside and os.path.lexists(path):
-        path.replace(path.with_name(f"{path.name}.bad"))
-    write_state(path, state)
 
 
 # How good predictions turn out on live traffic: of the predictor in use, and of its shadows.

@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tests.support.arguments import positive
 
-from balanceroute.predictors import PastRequest, Savable, Survival, save
-from balanceroute.predictors import load as load_predictor
-from balanceroute.predictors.files import KINDS, train
+from balanceroute.predictors import PastRequest, Savable, Survival
+from balanceroute.predictors.files import load as load_predictor
+from balanceroute.predictors.files import save
+from balanceroute.predictors.kinds import KINDS, train
 from balanceroute.predictors.past import past_requests
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.events import (

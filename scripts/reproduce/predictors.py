@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tests.support.arguments import positive
 
-from balanceroute.predictors import Predictor, RequestFeatures, files
+from balanceroute.predictors import Predictor, RequestFeatures
 from balanceroute.predictors.evaluation import Replay, cut_in_time, judge
-from balanceroute.predictors.files import KINDS
+from balanceroute.predictors.kinds import KINDS, train
 from balanceroute.predictors.past import past_requests
 from balanceroute.predictors.survival import LimitHabits
 from balanceroute.proxy.cli.judgement_report import as_json, gain_cell, number_cell
@@ -362,7 +362,7 @@ def judged(
     horizon: int = arguments.horizon
     cut = cut_in_time(past_requests(read_trace(trace)[: arguments.requests]), 0.5)
     replay = Replay(cut.after, horizon_steps=horizon, from_s=cut.at_s)
-    trained = {kind: files.train(kind, cut.before, horizon_steps=horizon) for kind in kinds}
+    trained = {kind: train(kind, cut.before, horizon_steps=horizon) for kind in kinds}
     judgements = judge(replay, trained, baseline=BASELINE, learn=not arguments.frozen)
     for kind, judgement in judgements.items():
         cells = [number_cell(getattr(judgement.scores, name), n) for name, n in SCORES.items()]
@@ -383,7 +383,7 @@ def predictor_table(parser: argparse.ArgumentParser, words: Sequence[str]) -> in
     rest. The table is Markdown; differences to survival are told with their standard errors.
     """
     parser.add_argument("--trace", type=Path, action="append", metavar="FILE")
-    parser.add_argument("--kinds", nargs="+", choices=files.KINDS, default=files.KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument(
         "--requests", type=positive, metavar="N", help="only the first N of each trace"
     )

@@ -21,7 +21,6 @@ from balanceroute.predictors import (
     RequestFeatures,
     Survival,
     evaluation,
-    files,
     measures,
 )
 from balanceroute.predictors.evaluation import (
@@ -34,6 +33,7 @@ from balanceroute.predictors.evaluation import (
     judge,
     scores_of,
 )
+from balanceroute.predictors.kinds import KINDS
 from balanceroute.proxy.core.errors import ConfigError, PredictorError
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import PolicySettings
@@ -625,7 +625,7 @@ def test_a_row_for_each_predictor_and_trace(
 
 
 def test_all_predictors_are_compared_on_traces_that_are_there() -> None:
-    assert set(files.KINDS) == {"survival", "exact-match", "gbdt"}
+    assert set(KINDS) == {"survival", "exact-match", "gbdt"}
     assert all((ROOT / trace).is_file() for trace in table.JUDGED)
 
 

@@ -12,18 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.predictors import (
-    PastRequest,
-    PredictorFileError,
-    RequestFeatures,
-    State,
-    Survival,
-    files,
-    load,
-    save,
-)
+from balanceroute.predictors import PastRequest, RequestFeatures, State, Survival, files
 from balanceroute.predictors.exact_match import ExactMatch
-from balanceroute.predictors.files import KINDS, train
+from balanceroute.predictors.files import PredictorFileError, load, save
+from balanceroute.predictors.kinds import KINDS, train
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.lab.sim.experiment import FORECASTS

@@ -14,7 +14,7 @@ from tests.command_line import refused, report, unwrapped
 
 from balanceroute import __version__
 from balanceroute.predictors import PastRequest, Survival, files
-from balanceroute.predictors import files as registry
+from balanceroute.predictors import kinds as registry
 from balanceroute.predictors.evaluation import GAINS
 from balanceroute.predictors.past import past_requests
 from balanceroute.proxy.__main__ import main
@@ -134,7 +134,7 @@ def test_the_check_learns_from_nothing_that_it_is_judged_on(
         given.append(past)
         return Survival.of_past(past)
 
-    monkeypatch.setattr("balanceroute.predictors.files.train", train)
+    monkeypatch.setattr("balanceroute.predictors.kinds.train", train)
     words = ["--out", str(tmp_path / "p.json"), "--holdout", "0.25"]
     assert main(["train", "exact-match", "--trace", TRACE, *words]) == 0
     past = past_requests(traced())
@@ -164,7 +164,7 @@ def test_the_flags_reach_the_training(tmp_path: Path, monkeypatch: pytest.Monkey
         given.extend([kind, len(past), options])
         return Survival.of_past([])
 
-    monkeypatch.setattr("balanceroute.predictors.files.train", train)
+    monkeypatch.setattr("balanceroute.predictors.kinds.train", train)
     words = ["--holdout", "0", "--horizon", "64", "--seed", "9"]
     assert main(["train", "gbdt", "--log", LOG, "--out", str(tmp_path / "p"), *words]) == 0
     assert given == ["gbdt", 400, {"horizon_steps": 64, "seed": 9}]

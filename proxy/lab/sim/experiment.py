@@ -27,7 +27,8 @@ from balanceroute.predictors import (
     Survival,
 )
 from balanceroute.predictors.base import Checked
-from balanceroute.predictors.files import KINDS, load, train
+from balanceroute.predictors.files import load
+from balanceroute.predictors.kinds import KINDS, train
 from balanceroute.predictors.past import past_requests
 from balanceroute.predictors.survival import Hint
 from balanceroute.proxy.core.config import outside_name

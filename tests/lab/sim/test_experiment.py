@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from tests.lab.sim.service_run import run
 
-from balanceroute.predictors import NoPrediction, Oracle, Survival, save
+from balanceroute.predictors import NoPrediction, Oracle, Survival
 from balanceroute.predictors.exact_match import ExactMatch
+from balanceroute.predictors.files import save
 from balanceroute.predictors.past import features_of
 from balanceroute.proxy.core.admission import ADMISSIONS, AimdSettings
 from balanceroute.proxy.core.errors import ConfigError

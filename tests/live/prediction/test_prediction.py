@@ -18,7 +18,8 @@ from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import load, save
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, Savable, State
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.live.prediction import NamedPredictor, PredictorSet, StateKeeper
+from balanceroute.proxy.live.prediction import NamedPredictor, PredictorSet
+from balanceroute.proxy.live.predictor_state import StateKeeper
 
 H = 10
 

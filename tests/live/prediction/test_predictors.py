@@ -11,7 +11,8 @@ from tests.support.site import Site, play, served
 
 from balanceroute.predictors import NoPrediction, PastRequest, RequestFeatures, Survival
 from balanceroute.predictors.exact_match import ExactMatch
-from balanceroute.predictors.files import load, save, train
+from balanceroute.predictors.files import load, save
+from balanceroute.predictors.kinds import train
 from balanceroute.predictors.past import read_log
 from balanceroute.predictors.survival import LEAST_ANSWERS
 from balanceroute.proxy.core.errors import ConfigError
