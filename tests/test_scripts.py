@@ -503,6 +503,15 @@ def test_orders_and_models_have_a_table_of_their_worth(capsys: pytest.CaptureFix
     )
 
 
+def test_a_packet_that_is_lost_by_time_does_not_stop_the_clock(tmp_path: Path) -> None:
+    """Its timer went off at an instant at which, by rounding, it was not late yet, for ever."""
+    module = script("reproduce.streams")
+    module.make_certificate(tmp_path, kind="ed25519")
+    [planned] = module.loads(1)["bursty"]
+    worth = module.worth(module.ONE_EACH, module.Static(1), planned[:80], 1, tmp_path)
+    assert 0.0 < worth < 1.0
+
+
 def test_an_answer_is_worth_its_model_if_it_is_in_time(tmp_path: Path) -> None:
     module = script("reproduce.streams")
     module.make_certificate(tmp_path, kind="ed25519")
