@@ -172,7 +172,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_700, 37),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (37_800, 123),
+    "proxy/live": (37_850, 123),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (5_950, 26),
     "predictors": (3_750, 13),
@@ -182,7 +182,7 @@ BUDGET = {
     "scripts": (17_350, 46),
     "tests/support": (12_550, 43),
     # All of it.
-    "tests": (113_500, 406),
+    "tests": (113_600, 406),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -92,6 +92,10 @@ RAISING: dict[str, dict[str, str]] = {
         'balanceroute_prefiller_open{prefiller="0",name="p"}': "1x30",
         'balanceroute_prefiller_open{prefiller="1",name="q"}': "0x30",
     },
+    "BalanceRouteRanksMissing": {
+        'balanceroute_rank_open{rank="0",name="d"}': "0x30",
+        'balanceroute_rank_draining{rank="0",name="d"}': "0x30",
+    },
     "BalanceRouteSlowFirstTokens": {
         'balanceroute_time_to_first_token_seconds_bucket{le="10"}': "0+1x30",
         'balanceroute_time_to_first_token_seconds_bucket{le="30"}': "0+2x30",
@@ -120,7 +124,11 @@ ABOUT = {
 }
 SILENT = {
     'balanceroute_build_info{version="1"}': "1x30",
-    'balanceroute_prefiller_open{prefiller="0",name="p"}': "1x30",
+    # One of each role is drained: on purpose.
+    'balanceroute_prefiller_open{prefiller="0",name="p"}': "0x30",
+    'balanceroute_prefiller_draining{prefiller="0",name="p"}': "1x30",
+    'balanceroute_rank_open{rank="0",name="d"}': "0x30",
+    'balanceroute_rank_draining{rank="0",name="d"}': "1x30",
     'balanceroute_time_to_first_token_seconds_bucket{le="10"}': "0+2x30",
     'balanceroute_time_to_first_token_seconds_bucket{le="30"}': "0+2x30",
     'balanceroute_time_to_first_token_seconds_bucket{le="+Inf"}': "0+2x30",

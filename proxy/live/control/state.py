@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute import __version__
 from balanceroute.proxy.core.admission import Decision
+from balanceroute.proxy.core.events import RankId
 from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import skill_share
 from balanceroute.proxy.core.resources import lease_used
@@ -58,13 +59,13 @@ def take_snapshot(
     scheduler = driver.scheduler
     states = [request.state for request in scheduler.requests.values()]
     loads = scheduler.ranks.loads_at_mean_speed(scheduler.ledger, scheduler.config)
-    serving, now_s = driver.instances.serving(), driver.context.clock()
+    serving, now_s = driver.decisions.at_barrier, driver.context.clock()
     progress, memory = driver.decisions.progress, scheduler.intake.memory
     return Snapshot(
         group=group,
         policy=policy,
         predictor=predictor,
-        ranks=_ranks(driver, quarantines),
+        ranks=_ranks(driver, quarantines, serving),
         prefillers=_prefillers(driver, quarantines),
         queued=states.count(LifecycleState.QUEUED),
         prefilling=states.count(LifecycleState.PREFILLING),
@@ -160,11 +161,13 @@ def request_rows(driver: "Driver", request_id: str) -> list[dict[str, object]]:
     return rows
 
 
-def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list[RankState]:
+def _ranks(
+    driver: "Driver", quarantines: "Mapping[Target, Quarantine]", at_barrier: Sequence[RankId]
+) -> list[RankState]:
     scheduler = driver.scheduler
     ledger, free_slots = scheduler.ledger, scheduler.free_slots()
     speeds, others = scheduler.ranks.speeds(scheduler.config), scheduler.ranks.foreign
-    blocks = driver.instances.rank_blocks
+    blocks, counted = driver.instances.rank_blocks, frozenset(at_barrier)
     return [
         RankState(
             rank=rank.id,
@@ -182,6 +185,7 @@ def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list
             doubts=rank.doubts,
             cached_blocks=None if blocks is None else blocks.blocks(rank.id),
             vetoes=driver.veto.vetoes[rank.id],
+            at_barrier=rank.id in counted,
             dp_group=driver.instances.groups.of(rank),
         )
         for rank in driver.instances.ranks
@@ -384,6 +388,7 @@ def _rank_row(one: RankState) -> dict[str, object]:
         "kv_tokens": one.kv_tokens,
         "bound": one.bound,
         "free_slots": one.free_slots,
+        "at_barrier": one.at_barrier,
         "why": _why(one),
         "doubted": bool(one.doubts),
     }

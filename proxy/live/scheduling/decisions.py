@@ -27,6 +27,7 @@ from balanceroute.proxy.core.events import (
     PrefillerPaired,
     PrefillLost,
     RankClosed,
+    RankId,
     RankOpened,
     ReleasePrefill,
     RequestArrived,
@@ -39,13 +40,16 @@ from balanceroute.proxy.core.events import (
     Tick,
 )
 from balanceroute.proxy.core.lifecycle import LifecycleState, Request
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Role
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Role, Status
 from balanceroute.proxy.live.request.decode_attempt import start_decode, start_prefill
 from balanceroute.proxy.live.scheduling.isolation import Apart, Isolation
 from balanceroute.proxy.live.scheduling.progress import Progress
 from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto, StreamLooks
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from balanceroute.proxy.core.events import Eligible
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.engines.health import Health
@@ -242,7 +246,12 @@ class Decisions:
 
     def follow(self) -> None:
         """Bring the scheduler's mirror of the ranks up to date, as before every decision."""
-        self.progress.follow(self._open_instances.serving)
+        self.progress.follow(self.at_barrier)
+
+    @property
+    def at_barrier(self) -> list[RankId]:
+        """The ranks whose loads make the barrier."""
+        return self._open_instances.at_barrier(self._scheduler.ledger.bound)
 
     def wake(self) -> None:
         """See that a decision comes at once."""
@@ -406,15 +415,11 @@ class OpenInstances:
 
     Args:
         warm_up: Whether those that were away get a share that grows.
-
-    Attributes:
-        serving: The ranks that are not removed, whose loads make the barrier.
     """
 
     def __init__(
         self, instances: Instances, feed: Callable[[Event], None], *, warm_up: bool = True
     ) -> None:
-        self.serving = instances.serving()
         self._instances = instances
         self._feed = feed
         self._warm_up = warm_up
@@ -422,7 +427,22 @@ class OpenInstances:
         self._cold: set[Prefiller | Rank] = set()
         self._prefillers: list[tuple[bool, bool]] = []  # Whether it is open, and on trial.
         self._ranks: list[bool] = []
+        # The open ranks, and those that are not, but may take part in the steps of the others.
+        self._taking: list[RankId] = []
+        self._away: list[RankId] = []
         self._grow()
+        self._sort()
+
+    def at_barrier(self, bound: "NDArray[np.int64]") -> list[RankId]:
+        """Return the ranks whose loads make the barrier: those that are open, and those that still have requests.
+
+        So a rank that is drained, quarantined, asleep or new does not count as idle while nothing is to go
+        there; one that stands still, as its group may, counts for nothing: the others step without it.
+
+        Args:
+            bound: int64[G], slots of the bound requests.
+        """
+        return self._taking + [rank for rank in self._away if bound[rank]]
 
     def update(self, changed: Iterable[Prefiller | Rank] | None = None) -> None:
         """Tell which instances are open now.
@@ -435,8 +455,10 @@ class OpenInstances:
         """
         if changed is None:
             self._grow()
-            self.serving = self._instances.serving()
             changed = [*self._instances.prefillers, *self._instances.ranks]
+        changed = list(changed)
+        if any(isinstance(one, Rank) for one in changed):
+            self._sort()
         for one in changed:
             if not one.usable:
                 self._cold.add(one)
@@ -462,6 +484,11 @@ class OpenInstances:
         was_away = one in self._cold
         self._cold.discard(one)
         return was_away and self._warm_up
+
+    def _sort(self) -> None:
+        ranks = [one for one in self._instances.ranks if one.status is not Status.REMOVED]
+        self._taking = [one.id for one in ranks if one.open]
+        self._away = [one.id for one in ranks if not (one.open or one.still)]
 
     def _grow(self) -> None:
         prefillers, ranks = self._instances.prefillers, self._instances.ranks

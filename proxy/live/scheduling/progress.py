@@ -419,7 +419,8 @@ class Progress:
             for _ in range(advance.steps):
                 self._tell(step)
             loads = scheduler.ranks.loads_at_mean_speed(scheduler.ledger, scheduler.config)
-            self.barrier.add(advance.steps, loads[serving], now_s)
+            if serving:  # Else what steps is no part of the fleet any more.
+                self.barrier.add(advance.steps, loads[serving], now_s)
         for session, rounds in advance.corrections:
             self._tell(TokensEmitted(session.number, rounds * session.shape.sequences))
 

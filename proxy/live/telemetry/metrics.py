@@ -38,6 +38,7 @@ from balanceroute.proxy.live.telemetry.request_metrics import (
 )
 from balanceroute.proxy.live.telemetry.snapshot import (
     PredictorScores,
+    RankState,
     Snapshot,
 )
 
@@ -63,6 +64,16 @@ _RANK_GAUGES: _Rows = (
         "Whether the rank is left out, as it makes no tokens while others do.",
         lambda rank: int(rank.status == "still"),
     ),
+    (
+        "rank_at_barrier",
+        "Whether the rank counts in what is lost at the barrier: it is open, or has requests.",
+        lambda rank: int(rank.at_barrier),
+    ),
+    (
+        "rank_draining",
+        "Whether an administrator drains the rank, or has drained it.",
+        lambda rank: int(rank.status == Status.DRAINING.value),
+    ),
 )
 _RANK_COUNTERS: _Rows = (
     (
@@ -86,6 +97,11 @@ _PREFILLER_GAUGES: _Rows = (
         lambda one: len(one.doubts),
     ),
     ("prefiller_open", "Whether the prefiller takes new prefills.", lambda one: int(one.open)),
+    (
+        "prefiller_draining",
+        "Whether an administrator drains the prefiller, or has drained it.",
+        lambda one: int(one.status == Status.DRAINING.value),
+    ),
 )
 _ENGINE_GAUGES: _Rows = (
     (
@@ -139,7 +155,11 @@ _TENANT_LIMITS: _Rows = (
 # Those of one deployment, and below those of the whole proxy.
 _GAUGES: _Rows = (
     ("oldest_pooled_seconds", "Age of the oldest pooled request.", "oldest_pooled_s"),
-    ("imbalance_tokens", "Largest minus smallest KV load of the ranks.", "imbalance_tokens"),
+    (
+        "imbalance_tokens",
+        "Largest minus smallest KV load of the ranks at the barrier.",
+        "imbalance_tokens",
+    ),
     ("decode_step_seconds", "Mean inferred time of a decode step.", "step_s"),
     (
         "barrier_idle_ratio",
@@ -158,8 +178,8 @@ _GAUGES: _Rows = (
     ),
     (
         "decode_groups_down",
-        "Those of which no rank takes requests.",
-        lambda state: sum(not any(group) for group in _groups(state).values()),
+        "Those of which no rank takes requests, but for those that are drained.",
+        lambda state: sum(map(_is_down, _groups(state).values())),
     ),
 )
 # Those that are absent where there is nothing to tell.
@@ -323,13 +343,18 @@ class StateCollector(Collector):
             yield _family("counter", name, documentation, [{}], [count()])
 
 
-def _groups(state: Snapshot) -> dict[int, list[bool]]:
-    """Return by data-parallel group whether each of its ranks is open."""
-    groups: dict[int, list[bool]] = {}
+def _groups(state: Snapshot) -> dict[int, list[RankState]]:
+    """Return the ranks of each data-parallel group."""
+    groups: dict[int, list[RankState]] = {}
     for rank in state.ranks:
         if rank.dp_group is not None and rank.status != Status.REMOVED.value:
-            groups.setdefault(rank.dp_group, []).append(rank.open)
+            groups.setdefault(rank.dp_group, []).append(rank)
     return groups
+
+
+def _is_down(group: Sequence[RankState]) -> bool:
+    drained = all(rank.status == Status.DRAINING.value for rank in group)
+    return not drained and not any(rank.open for rank in group)
 
 
 def _of_deployment(state: Snapshot) -> Iterator[Metric]:

@@ -46,6 +46,7 @@ class RankState:
     others: int = 0  # Slots of requests that are not this proxy's, as the engine tells.
     cached_blocks: int | None = None  # As of a prefiller.
     vetoes: int = 0  # Times it was left out, as it made no tokens while others did.
+    at_barrier: bool = True  # Whether its load counts in what is lost at the barrier.
     dp_group: int | None = None  # What names its data-parallel group; None if none is known.
 
 

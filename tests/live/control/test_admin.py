@@ -261,6 +261,7 @@ def test_the_state_shows_everything_and_no_secret() -> None:
         "cached_blocks": None,
         "vetoes": 0,
         "dp_group": None,
+        "at_barrier": True,
     }
     assert state["imbalance_tokens"] == 3000
     assert state["requests"] == []

@@ -74,7 +74,9 @@ class Wide(Fleet):
                 for i in range(tenants)
             ],
         )
-        self.shown.ranks[0] = replace(self.shown.ranks[0], status="draining", bound=0)
+        self.shown.ranks[0] = replace(
+            self.shown.ranks[0], status="draining", bound=0, at_barrier=False
+        )
 
     def view(self) -> dict[str, object]:
         metrics = Metrics(lambda: [self.shown])

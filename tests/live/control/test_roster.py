@@ -64,6 +64,29 @@ async def test_a_drained_rank_finishes_what_it_has_and_gets_nothing_new(site: Si
     assert len(site.received("decode/1")) == before
 
 
+@served()
+async def test_a_drained_rank_counts_no_more_in_what_is_lost_at_the_barrier(site: Site) -> None:
+    first = await streaming(site, 6)
+    await site.admin("/admin/instances/drain", order(site, "decode/1"))
+    state = await site.state()
+    assert [rank["at_barrier"] for rank in state["ranks"]] == [True, True]  # It still has requests.
+    await right(site, first)
+    before = await site.state()
+    later = [site.send(COMPLETIONS, body(i)) for i in range(6, 10)]
+    await asyncio.sleep(1.0)
+    state = await site.state()
+    assert [rank["at_barrier"] for rank in state["ranks"]] == [True, False]
+    assert state["ranks"][0]["kv_tokens"] > 0
+    assert state["imbalance_tokens"] == 0
+    for exchange in later:
+        assert (await exchange.end()).done
+    after = await site.state()
+    assert after["capacity_tokens"] > before["capacity_tokens"]
+    assert after["idle_tokens"] == before["idle_tokens"]
+    await site.admin("/admin/instances", order(site, "decode/1"))  # Empty, and to be filled.
+    assert [one["at_barrier"] for one in (await site.state())["ranks"]] == [True, True]
+
+
 @served(prefill_base_ns=500_000_000)
 async def test_a_drained_prefiller_finishes_its_probes_and_gets_no_new_one(site: Site) -> None:
     exchanges = [site.send(COMPLETIONS, body(i)) for i in range(4)]

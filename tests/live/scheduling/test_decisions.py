@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from balanceroute.proxy.core.events import (
@@ -388,13 +389,36 @@ def test_an_instance_that_is_added_is_taken_for_open() -> None:
     assert fed == [RankClosed(RankId(2))]
 
 
-def test_a_removed_rank_serves_no_more() -> None:
+AWAY: dict[str, dict[str, object]] = {
+    "drained": {"status": Status.DRAINING},
+    "quarantined": {"status": Status.QUARANTINED},
+    "asleep": {"asleep": True},
+    "not probed yet": {"probed": False},
+    "not asked yet": {"asked": False},
+    "unfit": {"unfit": "another version"},
+}
+OUT: dict[str, dict[str, object]] = {
+    "removed": {"status": Status.REMOVED},
+    "still": {"still": True},
+    "of a group that died": {"still": True, "doomed": True},
+}
+
+
+@pytest.mark.parametrize("why", [*AWAY, *OUT])
+def test_a_rank_that_gets_nothing_is_at_the_barrier_while_it_steps_with_the_others(
+    why: str,
+) -> None:
     instances, _, open_instances = site()
     add_rank(instances)
-    instances.ranks[0].status = Status.REMOVED
-    assert open_instances.serving == [R]
     open_instances.update()
-    assert open_instances.serving == [RankId(1)]
+    left, other = instances.ranks
+    nothing, busy = np.array([0, 0]), np.array([3, 0])
+    assert open_instances.at_barrier(nothing) == [left.id, other.id]
+    for name, value in (AWAY | OUT)[why].items():
+        setattr(left, name, value)
+    open_instances.update([left])
+    assert open_instances.at_barrier(nothing) == [other.id]
+    assert sorted(open_instances.at_barrier(busy)) == [left.id, other.id][why in OUT :]
 
 
 def test_a_rank_that_stood_still_opens_on_trial() -> None:

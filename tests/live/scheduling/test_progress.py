@@ -149,6 +149,15 @@ def test_the_time_lost_at_the_barrier_is_summed_over_the_steps() -> None:
     assert site.progress.barrier.idle_tokens == 4 * 4
 
 
+def test_steps_of_ranks_that_are_no_part_of_the_fleet_lose_nothing_at_the_barrier() -> None:
+    site = Site()
+    site.begin(A)
+    site.requests[A].emitted_tokens = 4
+    site.progress.follow([])
+    assert site.progress.steps.steps == 4
+    assert (site.progress.barrier.capacity_tokens, site.progress.barrier.idle_tokens) == (0, 0)
+
+
 def test_a_request_without_a_stream_joins_after_the_time_that_streams_took() -> None:
     site = Site(stream=False)
     site.requests[A].stream = True

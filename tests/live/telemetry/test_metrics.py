@@ -539,7 +539,8 @@ def test_units_end_the_names() -> None:
     )
     plain = {"rank_free_slots", "rank_open", "prefiller_probes", "prefiller_open", "draining"}
     plain |= {"rank_doubts", "prefiller_doubts", "rank_still", "decode_still_ranks"}
-    plain |= {"decode_groups", "decode_groups_down"}
+    plain |= {"decode_groups", "decode_groups_down", "rank_at_barrier"}
+    plain |= {"rank_draining", "prefiller_draining"}
     plain |= {"prefiller_direct_sequences", "pool_limit", "inflight_limit"}
     plain |= {"batch_limit", "queue_limit", "connection_limit"}
     plain |= {f"predictor_{name}" for name in ("active", "failed", "rows", "decile_rows")}
@@ -638,3 +639,25 @@ def test_people_are_told_what_became_of_requests() -> None:
     }
     assert subject.aliases.answers("auto") == {"large": (2, 1), "small": (1, 0)}
     assert subject.aliases.answers("other") == {}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "down"),
+    [
+        (("up", "quarantined"), 0),
+        (("quarantined", "quarantined"), 1),
+        (("draining", "draining"), 0),
+        (("draining", "quarantined"), 1),
+        (("draining", "removed"), 0),
+    ],
+)
+def test_a_group_that_is_drained_is_not_down(statuses: tuple[str, ...], down: int) -> None:
+    ranks = [
+        RankState(i, f"r{i}", status == "up", status, 0, 0, 0, 1, dp_group=0)
+        for i, status in enumerate(statuses)
+    ]
+    subject = Metrics(lambda: [replace(SNAPSHOT, ranks=ranks)])
+    assert value(subject, "decode_groups") == 1
+    assert value(subject, "decode_groups_down") == down
+    draining = [value(subject, "rank_draining", rank="0", name="r0")]
+    assert draining == [int(statuses[0] == "draining")]
