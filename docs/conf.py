@@ -41,6 +41,7 @@ PARTS = {
         "appendix/models",
         "appendix/doctor",
         "appendix/mistakes",
+        "appendix/log",
         "appendix/engines",
         "appendix/real_balance",
         "appendix/costs",

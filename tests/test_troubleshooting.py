@@ -1,12 +1,15 @@
-"""Each message that operators of real fleets have reported leads to its row of the page."""
+"""Each message that operators of real fleets have reported, and each warning of the proxy, leads to its row."""
 
+import ast
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 from tests.script import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+LINES = (ROOT / "docs" / "appendix" / "log.md").read_text(encoding="utf-8")
 
 
 class Case(NamedTuple):
@@ -130,3 +133,79 @@ def test_a_message_leads_to_its_row(case: Case) -> None:
 def test_every_row_of_messages_has_one_to_search_for() -> None:
     assert len(rows()) > 20
     assert all(messages for messages, _ in rows())
+
+
+# Lines of the proxy's own log.
+
+LEVELS = {"warning", "error", "exception", "critical", "log"}
+# Those whose words are made elsewhere, which `tests/live/settings` has.
+ELSEWHERE = {("proxy/live/proxy.py", "message")}
+
+
+def said(words: ast.expr, scope: ast.AST) -> Iterator[str]:
+    """Yield what a message may be; what is filled in is `…`."""
+    if isinstance(words, ast.Constant):
+        yield re.sub("%[sr]", "…", str(words.value))
+    elif isinstance(words, ast.IfExp):
+        yield from said(words.body, scope)
+        yield from said(words.orelse, scope)
+    else:
+        assert isinstance(words, ast.Name), ast.unparse(words)
+        given = [
+            one.value
+            for one in ast.walk(scope)
+            if isinstance(one, ast.Assign)
+            and [ast.unparse(name) for name in one.targets] == [words.id]
+        ]
+        assert given, words.id
+        for one in given:
+            yield from said(one, scope)
+
+
+def warnings() -> Iterator[tuple[str, str]]:
+    """Yield each message of the proxy from warning on, and its file."""
+    for path in sorted((ROOT / "proxy").rglob("*.py")):
+        if {"lab", "cli"} & set(path.parts):
+            continue  # What they say is on a terminal.
+        source, name = ast.parse(path.read_text()), path.relative_to(ROOT).as_posix()
+        scopes: dict[ast.AST, ast.AST] = {}
+        for function in ast.walk(source):  # Those inside another come after it.
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                scopes.update(dict.fromkeys(ast.walk(function), function))
+        for call, scope in scopes.items():
+            match call:
+                case ast.Call(ast.Attribute(ast.Name(id="_log" | "_LOG"), level)) if (
+                    level in LEVELS
+                ):
+                    words = call.args[level == "log"]
+                    shown = ast.unparse(words)
+                    if (name, shown) in ELSEWHERE:
+                        continue
+                    if shown == "'instance %s'":
+                        yield from ((name, f"instance {one}") for one in ("sleeps", "is awake"))
+                    else:
+                        place = source if shown.isupper() else scope
+                        yield from ((name, message) for message in said(words, place))
+
+
+WARNINGS = sorted(set(warnings()))
+
+
+def named(page: str) -> list[str]:
+    """Return what stands in the first cells of a page's tables as it is said."""
+    heads = [row.split(" | ")[0] for row in re.findall(r"(?m)^\| (.*) \|$", page)]
+    return [one for head in heads for one in re.findall(r"`([^`]{10,})`", head)]
+
+
+@pytest.mark.parametrize(("path", "message"), WARNINGS)
+def test_a_warning_has_one_row(path: str, message: str) -> None:
+    of_appendix = named(LINES).count(message)
+    assert of_appendix <= 1, path
+    if not of_appendix:
+        assert any(one in message for one in named(PAGE)), f"{path}: {message}"
+
+
+def test_the_rows_are_of_what_is_said() -> None:
+    messages = {message for _, message in WARNINGS}
+    assert len(messages) > 60
+    assert set(named(LINES)) <= messages
