@@ -240,7 +240,7 @@ _WAIT_STEP_S = 0.25
 _MORE_OF_AN_INSTANCE = frozenset({"ranks", "bootstrap", "group", "kv_events", "kv_replay"})
 # The process that takes over would not be told of it; it takes orders in about a second.
 _TAKING_OVER = "a new version of the proxy is taking over: order again"
-_OPEN_PATHS = frozenset({b"/", b"/health", b"/liveness", b"/ready", b"/readiness"})
+_OPEN_PATHS = frozenset({b"/", b"/health", b"/liveness", b"/ready", b"/readiness", b"/healthcheck"})
 
 _log = logging.getLogger(__name__)
 
@@ -319,6 +319,7 @@ class Admin:
             b"/liveness": {b"GET": self._health},
             b"/ready": {b"GET": self._ready},
             b"/readiness": {b"GET": self._ready},
+            b"/healthcheck": {b"GET": self._ready},
             b"/metrics": {b"GET": self._metrics},
             b"/admin/state": {b"GET": self._state},
             b"/admin/live": {b"GET": self._live},

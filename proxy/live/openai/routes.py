@@ -129,7 +129,7 @@ ROUTES: tuple[Route, ...] = (
         for path in ("/v1/audio/transcriptions", "/v1/audio/translations")
     ),
     *(Route(path, _GET, Handling.SINGLE_ENGINE) for path in ("/v1/models", "/tokenizer_info")),
-    *_own("/health", "/liveness", "/ready", "/readiness", "/version"),
+    *_own("/health", "/liveness", "/ready", "/readiness", "/healthcheck", "/version"),
     # It names engines, models and loads.
     *_own("/metrics", keyed=True),
     Route("/ping", (*_GET, b"POST"), Handling.OWN, keyed=False),
@@ -170,7 +170,8 @@ CONTROL: tuple[Route, ...] = tuple(
 """What of the admin listener the clients' port may serve too. No engine's own route: so it is not among `ROUTES`."""
 
 LIVE = (b"/health", b"/liveness", b"/ping")
-READY = (b"/ready", b"/readiness")
+# The last one is what vLLM's own disaggregation proxies have.
+READY = (b"/ready", b"/readiness", b"/healthcheck")
 METRICS = b"/metrics"
 
 _EXACT = {route.path.encode(): route for route in ROUTES if "{id}" not in route.path}

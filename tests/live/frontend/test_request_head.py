@@ -653,7 +653,7 @@ async def test_probes_have_the_names_of_other_routers_too(site: Site, tmp_path: 
         site.world.plane.deployment.driver.draining = not ready
         for get in (site.get, site.admin):
             assert (await get("/liveness")).status == 200
-            for path in ("/ready", "/readiness"):
+            for path in ("/ready", "/readiness", "/healthcheck"):
                 answer = await get(path)
                 assert answer.status == (200 if ready else 503), path
                 assert ready or b"not ready" in answer.body
