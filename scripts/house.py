@@ -179,10 +179,10 @@ BUDGET = {
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
     "engine_patch": (650, 5),
-    "scripts": (17_350, 46),
+    "scripts": (17_500, 46),
     "tests/support": (12_550, 43),
     # All of it.
-    "tests": (113_600, 406),
+    "tests": (113_700, 406),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -713,3 +713,36 @@ def test_the_picture_of_a_requests_way_is_what_its_script_draws(tmp_path: Path) 
     assert [text.text for text in texts if (text.text or "")[:1].isdigit()] == [
         "1 request", "2 prefill", "3 KV params", "4 decode", "5 KV cache", "6 events", "7 events"
     ]  # fmt: skip
+
+
+def test_runs_before_real_engines_pool_into_one_table(tmp_path: Path) -> None:
+    balance = script("checks.balance")
+    file, draw = tmp_path / "runs.jsonl", np.random.default_rng(0)
+    for policy, first in (("jsq", 1000), ("br-h", 1000), ("br-h", 1500), ("vllm-router", 1000)):
+        loads = draw.integers(5_000, 20_000, (50, 2)).astype(float)
+        batch = np.full_like(loads, 8.0)
+        # By processor time a line in the load, by the clock with something that no load explains.
+        times = 0.012 + 1e-6 * loads
+        steps = balance.Steps(loads, batch, times, times + draw.uniform(0, 0.02, loads.shape))
+        outcome = balance.Outcome(sent=120, whole=90)
+        balance.add_run(file, balance.Run(policy, first, outcome, steps))
+    found = balance.read_runs(file)
+    assert [(one.policy, one.first) for one in found][-1] == ("vllm-router", 1000)
+    line, fits = balance.fits_of(found)
+    assert (line.base_s, line.token_s, line.explained) == pytest.approx((0.012, 1e-6, 1.0))
+    rows = [{"first": 1000, "idle_fraction": 0.1, "output_tokens_per_s": 90.0}]
+    table = balance.table_of(found, {one.policy: rows for one in found}, line)
+    assert table.splitlines()[2].startswith("| jsq | 1 | 50 | ")
+    own = sorted(100 * one.steps.idle for one in found if one.policy == "br-h")
+    idle = f"{sum(own) / 2:.1f} ({own[0]:.1f} to {own[1]:.1f})"
+    assert table.splitlines()[3].startswith(f"| br-h | 2 | 100 | {idle} | 10.0 | ")
+    assert fits.splitlines()[2].startswith("| processor time | 12.0 | 1.00 | 1.00 | ")
+    assert " 1.00 " not in fits.splitlines()[3]
+
+
+def test_a_file_of_other_lines_is_no_table_of_runs(tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    file.write_text('{"policy": "jsq"}\n')
+    with pytest.raises(SystemExit, match=r"runs\.jsonl:1: no run of this check"):
+        script("checks.balance").read_runs(file)
+    assert script("checks.balance").read_runs(tmp_path / "none") == []

@@ -19,20 +19,27 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 from numpy.typing import NDArray
 from tests.support.arguments import positive
 
-from balanceroute.proxy.lab.validate.traces import read_traces
+from balanceroute.proxy.lab.pictures import INK, SOFT, empty_figure, write_pictures
+from balanceroute.proxy.lab.validate.traces import read_traces, timeline_of
 from balanceroute.traces import TraceRequest, write_native
+from bench.targets import KNOWN as ROUTERS
+from bench.targets import started
 from checks.fleet import VLLM, Engine, Fleet, Order, free_port, prepare, running, told_by
-from experiment import MOONCAKE, ROOT, requests_of, right, spread, table_head, table_row
+from experiment import MOONCAKE, ROOT, requests_of, right, table_head, table_row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RANKS, SLOTS, OUTSTANDING = 2, 8, 48
 SCALE, PROMPTS, BLOCK, LONGEST = 4, 12, 32, 12_000
@@ -42,8 +49,12 @@ LEASE_S = 120
 WARM_UP_S = 8.0
 _ANSWER_S = 600.0
 POLICIES = ("jsq", "br-h")
-KNOWN = ("jsq", "round-robin", "least-kv", "br-0", "br-h")
+OTHER = ROUTERS["vllm-router"]
+# The rules of vllm-router that are compared; the simulator has policies of the same names.
+RULES = {OTHER.name: "round_robin", f"{OTHER.name}-power-of-two": "power_of_two"}
+KNOWN = ("jsq", "round-robin", "least-kv", "br-0", "br-h", *RULES)
 PAGE = ROOT / "docs" / "appendix" / "real_balance.md"
+PICTURES = ROOT / "docs" / "img"
 _TIMES = np.dtype([("wave", "<u4"), ("step", "<u4"), ("ns", "<u8")])
 
 
@@ -93,8 +104,6 @@ class Workload:
 class Outcome:
     """What became of a closed loop."""
 
-    begin_ns: int
-    end_ns: int = 0
     sent: int = 0
     whole: int = 0  # Answers with the tokens that they should have.
     wrong: int = 0  # Others, but those that the end of the run cut off.
@@ -125,7 +134,7 @@ async def ask(client: httpx.AsyncClient, url: str, prompt: Sequence[int], tokens
 
 async def closed_loop(url: str, workload: Workload, first: int, seconds: float) -> Outcome:
     """Keep requests outstanding for some seconds."""
-    outcome, source = Outcome(time.time_ns()), itertools.islice(workload.requests, first, None)
+    outcome, source = Outcome(), itertools.islice(workload.requests, first, None)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=_ANSWER_S, limits=limits, trust_env=False) as client:
 
@@ -137,11 +146,12 @@ async def closed_loop(url: str, workload: Workload, first: int, seconds: float) 
 
         tasks = [asyncio.create_task(one_after_another()) for _ in range(OUTSTANDING)]
         await asyncio.wait(tasks, timeout=seconds)
-        outcome.end_ns = time.time_ns()
         for task in tasks:
             task.cancel()
+        # What they are told while they are cancelled does not count.
+        told = replace(outcome)
         await asyncio.gather(*tasks, return_exceptions=True)
-    return outcome
+    return told
 
 
 async def warm(engines: Sequence[Engine], workload: Workload) -> None:
@@ -161,76 +171,81 @@ async def warm(engines: Sequence[Engine], workload: Workload) -> None:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps that all ranks of the barrier took in a run."""
+    """The steps that all ranks of the barrier took in a run; each column is float64[steps, ranks]."""
 
-    loads: NDArray[np.float64]  # float64[steps, ranks], KV tokens.
-    batch: NDArray[np.float64]  # float64[steps, ranks], requests.
-    processor_s: NDArray[np.float64]  # float64[steps, ranks], of the thread that computes.
-    prefill_tokens: int  # That the ranks computed.
+    loads: NDArray[np.float64]  # KV tokens.
+    batch: NDArray[np.float64]  # Requests.
+    processor_s: NDArray[np.float64]  # Of the thread that computes.
+    wall_s: NDArray[np.float64]  # From the end of the step before.
 
     @property
     def idle(self) -> float:
         """The share of rank time that is lost at the barrier, by loads."""
-        return float(1.0 - self.loads.mean(axis=1).sum() / self.loads.max(axis=1).sum())
+        return _lost(self.loads)
 
     @property
     def processor_idle(self) -> float:
         """The same by processor time."""
-        return float(1.0 - self.processor_s.mean(axis=1).sum() / self.processor_s.max(axis=1).sum())
+        return _lost(self.processor_s)
 
     @property
     def empty(self) -> float:
         """The share of slots without a request."""
         return float(1.0 - self.batch.mean() / SLOTS)
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of all ranks in a second of the slower one's processor time."""
-        return float(self.batch.sum() / self.processor_s.max(axis=1).sum())
+    def tokens_per_s(self, times: NDArray[np.float64]) -> float:
+        """Tokens of all ranks in a second of the slower one's times, which are those of a column."""
+        return float(self.batch.sum() / times.max(axis=1).sum())
 
-    def of_perfect(self, base_s: float, token_s: float) -> float:
+    def of_perfect(self, line: "Line") -> float:
         """The share of the output that the same batches had with perfect balance, at T = a + b max L."""
-        perfect = (base_s + token_s * self.loads.mean(axis=1)).sum()
-        return float(perfect / (base_s + token_s * self.loads.max(axis=1)).sum())
+        means, largest = self.loads.mean(axis=1), self.loads.max(axis=1)
+        perfect = (line.base_s + line.token_s * means).sum()
+        return float(perfect / (line.base_s + line.token_s * largest).sum())
+
+
+def _lost(column: NDArray[np.float64]) -> float:
+    return float(1.0 - column.mean(axis=1).sum() / column.max(axis=1).sum())
 
 
 def steps_of(folder: Path, begin_ns: int, end_ns: int) -> Steps:
     """Return the steps within a span of time, which every rank has recorded."""
-    columns: list[dict[int, tuple[float, float, float, int]]] = []
+    columns: list[dict[int, tuple[float, ...]]] = []
     for trace in read_traces(folder):
         times = np.fromfile(folder / f"{trace.header['dp_rank']}.times", dtype=_TIMES)
-        processor = dict(zip(_places(times["wave"], times["step"]), times["ns"], strict=True))
-        steps = trace.steps
-        steps = steps[(steps["end_ns"] > begin_ns) & (steps["end_ns"] < end_ns)]
-        places = _places(steps["wave"], steps["wave_step"])
+        places = (times["wave"].astype(np.int64) << 32) + times["step"]
+        processor: dict[int, int] = dict(zip(places.tolist(), times["ns"].tolist(), strict=True))
+        line, order = timeline_of(trace), np.argsort(trace.steps["end_ns"], kind="stable")
+        batch = trace.steps["batch"][order]
+        within = (line.end_ns > begin_ns) & (line.end_ns < end_ns)
+        own = (line.place, line.kv_tokens, batch, line.cycle_ns / 1e9)
         columns.append(
             {
-                place: (
-                    row["kv_tokens"],
-                    row["batch"],
-                    processor[place] / 1e9,
-                    row["prefill_tokens"],
-                )
-                for place, row in zip(places, steps, strict=True)
+                place: (load, size, processor[place] / 1e9, wall_s)
+                for place, load, size, wall_s in zip(*(one[within] for one in own), strict=True)
                 if place in processor
             }
         )
     common = sorted(set.intersection(*(set(column) for column in columns)))
     table = np.array([[column[place] for column in columns] for place in common], np.float64)
-    return Steps(table[..., 0], table[..., 1], table[..., 2], int(table[..., 3].sum()))
+    return Steps(*np.moveaxis(table, -1, 0))
 
 
-def _places(wave: NDArray[np.uint32], step: NDArray[np.uint32]) -> list[int]:
-    places: list[int] = ((wave.astype(np.int64) << 32) + step).tolist()
-    return places
+@dataclass(frozen=True)
+class Line:
+    """T = a + b max L, fitted by least squares."""
+
+    base_s: float  # a.
+    token_s: float  # b.
+    explained: float  # R².
 
 
-def fit(runs: Sequence[Steps]) -> tuple[float, float]:
-    """Return a and b of T = a + b max L, in seconds, by the processor time of the slower rank."""
-    loads = np.concatenate([one.loads.max(axis=1) for one in runs])
-    times = np.concatenate([one.processor_s.max(axis=1) for one in runs])
-    slope, base = np.polyfit(loads, times, 1)
-    return float(base), float(slope)
+def fitted(loads: NDArray[np.float64], times: NDArray[np.float64]) -> Line:
+    """Fit the slower rank's times to the largest loads; both are columns of steps."""
+    largest, slowest = loads.max(axis=1), times.max(axis=1)
+    slope, base = np.polyfit(largest, slowest, 1)
+    rest = slowest - (base + slope * largest)
+    return Line(float(base), float(slope), float(1.0 - rest.var() / slowest.var()))
 
 
 # The experiment.
@@ -244,6 +259,33 @@ class Run:
     first: int  # The first request of the trace that was sent.
     outcome: Outcome
     steps: Steps
+
+
+def add_run(file: Path, run: Run) -> None:
+    """Append a run to a file of JSON lines."""
+    steps = {one.name: getattr(run.steps, one.name).tolist() for one in fields(run.steps)}
+    line = {"policy": run.policy, "first": run.first, "outcome": asdict(run.outcome)}
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(line | {"steps": steps}) + "\n")
+
+
+def read_runs(file: Path) -> list[Run]:
+    """Return the runs that a file has; none if it is not there.
+
+    Raises:
+        SystemExit: A line is no run.
+    """
+    found = []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    for number, text in enumerate(lines, start=1):
+        try:
+            line: dict[str, Any] = json.loads(text)
+            columns = {name: np.array(column) for name, column in line["steps"].items()}
+            outcome, steps = Outcome(**line["outcome"]), Steps(**columns)
+            found.append(Run(line["policy"], int(line["first"]), outcome, steps))
+        except (ValueError, TypeError, KeyError) as error:
+            raise SystemExit(f"{file}:{number}: no run of this check: {error!r}") from None
+    return found
 
 
 def orders(steps: Path) -> list[Order]:
@@ -289,6 +331,22 @@ def pin(engines: Sequence[Engine]) -> None:
                     os.setpriority(os.PRIO_PROCESS, thread, -5)
 
 
+@contextmanager
+def before(fleet: Fleet, policy: str, turn: int) -> Iterator[str]:
+    """Run this proxy, or vllm-router, before the engines; yield its URL."""
+    name = f"{policy} {turn}"
+    if policy in RULES:
+        command = OTHER.command.replace(RULES[OTHER.name], RULES[policy])
+        prefill, decode = ([one.url for one in ones] for ones in (fleet.prefillers, fleet.decoders))
+        log = fleet.folder / f"{name}.log"
+        with started(replace(OTHER, command=command), prefill, decode, log, "tiny") as target:
+            yield f"http://127.0.0.1:{target.port}"
+        return
+    flags = ("--policy", policy, "--batch", str(SLOTS), "--lease-s", str(LEASE_S))
+    with fleet.proxy(name, *flags) as proxy:
+        yield proxy.url
+
+
 def runs(arguments: argparse.Namespace, workload: Workload, folder: Path) -> Iterator[Run]:
     """Start the engines, and run each policy before them."""
     steps = folder / "steps"
@@ -302,72 +360,146 @@ def runs(arguments: argparse.Namespace, workload: Workload, folder: Path) -> Ite
         for turn in range(arguments.repeats):
             first = arguments.skip + 500 * turn
             for policy in arguments.policies:
-                flags = ("--policy", policy, "--batch", str(SLOTS), "--lease-s", str(LEASE_S))
-                with fleet.proxy(f"{policy} {turn}", *flags) as proxy:
-                    loop = closed_loop(proxy.url, workload, first, arguments.seconds)
-                    outcome = asyncio.run(loop)
-                found = steps_of(steps, outcome.begin_ns + int(WARM_UP_S * 1e9), outcome.end_ns)
+                with before(fleet, policy, turn) as url:
+                    begin_ns = time.time_ns()
+                    outcome = asyncio.run(closed_loop(url, workload, first, arguments.seconds))
+                    end_ns = begin_ns + int(arguments.seconds * 1e9)
+                time.sleep(1.5)  # The traces are written once a second.
+                found = steps_of(steps, begin_ns + int(WARM_UP_S * 1e9), end_ns)
                 print(
                     f"{policy}: {outcome.whole} whole, {outcome.wrong} wrong, {len(found.loads)} steps, "
                     f"idle {found.idle:.1%}, empty slots {found.empty:.1%}",
                     flush=True,
                 )
                 yield Run(policy, first, outcome, found)
-                time.sleep(1.0)
 
 
 def simulate(
-    found: Sequence[Run], workload: Workload, model: tuple[float, float], folder: Path
+    found: Sequence[Run], workload: Workload, line: Line, folder: Path
 ) -> dict[str, list[dict[str, float]]]:
-    """Return the simulator's figures of each policy, for the same requests."""
-    policies = list(dict.fromkeys(one.policy for one in found))
-    told: dict[str, list[dict[str, float]]] = {policy: [] for policy in policies}
+    """Return the simulator's figures of each policy, for the requests of its runs."""
+    told: dict[str, list[dict[str, float]]] = {one.policy: [] for one in found}
     for first in sorted({one.first for one in found}):
-        count = int(median(one.outcome.sent for one in found if one.first == first))
+        sent = {one.policy: one.outcome.sent for one in found if one.first == first}
+        names = {policy: RULES.get(policy, policy).replace("_", "-") for policy in sent}
         trace = folder / f"{first}.jsonl"
-        workload.write_trace(trace, first, count)
+        workload.write_trace(trace, first, int(median(sent.values())))
         words = (
             f"simulate --trace {trace} --concurrency {OUTSTANDING} --ranks {RANKS} --batch {SLOTS}"
         )
-        words += f" --step-base-ms {1e3 * model[0]:.4f} --step-us-per-token {1e6 * model[1]:.4f}"
-        words += f" --policy {','.join(policies)}"
+        words += (
+            f" --step-base-ms {1e3 * line.base_s:.4f} --step-us-per-token {1e6 * line.token_s:.4f}"
+        )
+        words += f" --policy {','.join(sorted(set(names.values())))}"
         report = told_by(*words.split(), into=folder / f"{first}.json")
-        for row in report["results"]:
-            told[row["policy"]].append(row)
+        rows = {row["policy"]: row for row in report["results"]}
+        for policy, name in names.items():
+            told[policy].append({"first": first} | rows[name])
     return told
 
 
-def page_of(
-    found: Sequence[Run],
-    told: dict[str, list[dict[str, float]]],
-    model: tuple[float, float],
-    command: str,
-) -> str:
-    """Return the page of the appendix."""
-    base = fmean(one.steps.tokens_per_s for one in found if one.policy == found[0].policy)
-    simulated_base = fmean(one["output_tokens_per_s"] for one in told[found[0].policy])
+# The page.
+
+
+def middle(values: Sequence[float], digits: int) -> str:
+    """Return a median, and the least and the most if there are several."""
+    if len(values) < 2:
+        return "".join(f"{one:.{digits}f}" for one in values) or "-"
+    least, most = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return f"{median(values):.{digits}f} ({least} to {most})"
+
+
+def table_of(found: Sequence[Run], told: dict[str, list[dict[str, float]]], line: Line) -> str:
+    """Return the table of the policies; outputs are relative to the first one's with the same requests."""
     headings = ["runs", "steps", "idle %", "simulated", "by processor time", "of perfect balance %"]
-    headings += ["empty slots %", f"output, x {found[0].policy}", "simulated", "whole answers"]
-    lines = [table_head("policy", *right(headings))]
+    headings += ["empty slots %", f"output, x {found[0].policy}", "simulated", "by the clock"]
+    lines = [table_head("policy", *right([*headings, "whole answers"]))]
+    bases = {one.first: one.steps for one in found if one.policy == found[0].policy}
+    simulated = {int(row["first"]): row["output_tokens_per_s"] for row in told[found[0].policy]}
     for policy, rows in told.items():
         own = [one for one in found if one.policy == policy]
         steps = [one.steps for one in own]
+        pairs = [(one.steps, bases[one.first]) for one in own if one.first in bases]
         lines.append(
             table_row(
                 policy,
                 len(own),
                 f"{sum(len(one.loads) for one in steps):,}",
-                spread([100 * one.idle for one in steps], 1),
-                spread([100 * row["idle_fraction"] for row in rows], 1),
-                spread([100 * one.processor_idle for one in steps], 1),
-                spread([100 * one.of_perfect(*model) for one in steps], 1),
-                spread([100 * one.empty for one in steps], 1),
-                spread([one.tokens_per_s / base for one in steps], 2),
-                spread([row["output_tokens_per_s"] / simulated_base for row in rows], 2),
+                middle([100 * one.idle for one in steps], 1),
+                middle([100 * row["idle_fraction"] for row in rows], 1),
+                middle([100 * one.processor_idle for one in steps], 1),
+                middle([100 * one.of_perfect(line) for one in steps], 1),
+                middle([100 * one.empty for one in steps], 1),
+                middle(
+                    [
+                        one.tokens_per_s(one.processor_s) / base.tokens_per_s(base.processor_s)
+                        for one, base in pairs
+                    ],
+                    2,
+                ),
+                middle(
+                    [
+                        row["output_tokens_per_s"] / simulated[int(row["first"])]
+                        for row in rows
+                        if row["first"] in simulated
+                    ],
+                    2,
+                ),
+                middle(
+                    [
+                        one.tokens_per_s(one.wall_s) / base.tokens_per_s(base.wall_s)
+                        for one, base in pairs
+                    ],
+                    2,
+                ),
                 f"{sum(one.outcome.whole for one in own)}, {sum(one.outcome.wrong for one in own)} wrong",
             )
         )
-    table = "\n".join(lines)
+    return "\n".join(lines)
+
+
+def fits_of(found: Sequence[Run]) -> tuple[Line, str]:
+    """Return the line by processor time, and a table of the lines by it and by the clock."""
+    lines = [table_head("time of a step", *right(["a ms", "b µs", "R²", "R² of single runs"]))]
+    loads = np.concatenate([one.steps.loads for one in found])
+    by = {"processor time": "processor_s", "by the clock": "wall_s"}
+    fits = {
+        title: fitted(loads, np.concatenate([getattr(one.steps, name) for one in found]))
+        for title, name in by.items()
+    }
+    for title, line in fits.items():
+        single = [fitted(one.steps.loads, getattr(one.steps, by[title])).explained for one in found]
+        fit = (f"{1e3 * line.base_s:.1f}", f"{1e6 * line.token_s:.2f}", f"{line.explained:.2f}")
+        lines.append(table_row(title, *fit, middle(single, 2)))
+    return fits["processor time"], "\n".join(lines)
+
+
+def draw(found: Sequence[Run], told: dict[str, list[dict[str, float]]]) -> "Figure":
+    """Return the picture of the idle shares: each run, their median, and what is simulated."""
+    about = ["Each dot is a run on real vLLM engines, a bar the median, a cross what is simulated."]
+    figure = empty_figure(7.0, 0.8 + 0.38 * len(told), "Rank time lost at the barrier", about)
+    axes = figure.subplots()
+    for place, (policy, rows) in enumerate(told.items()):
+        idle = [100 * one.steps.idle for one in found if one.policy == policy]
+        axes.barh(place, median(idle), height=0.62, color="#b4b9c0")
+        axes.plot(idle, [place] * len(idle), "o", color=INK, markersize=3)
+        simulated = median(100 * row["idle_fraction"] for row in rows)
+        axes.plot(simulated, place, "x", color="#c0392b", markersize=8, markeredgewidth=2)
+    axes.set_yticks(range(len(told)), list(told))
+    axes.invert_yaxis()
+    axes.set_xlim(0)
+    axes.set_xlabel("idle %", color=SOFT)
+    return figure
+
+
+def page_of(
+    found: Sequence[Run],
+    told: dict[str, list[dict[str, float]]],
+    line: Line,
+    fits: str,
+    command: str,
+) -> str:
+    """Return the page of the appendix."""
     return f"""# Tables: the balance of real engines
 
 <!-- not run: downloads 6 GB, and runs for minutes -->
@@ -378,15 +510,23 @@ vLLM {VLLM} on {os.cpu_count()} cores of a CPU, a mixture of experts, one prefil
 data-parallel rank with one barrier a step, {SLOTS} slots each, KV caches by NIXL. {OUTSTANDING} requests are
 outstanding: those of the Mooncake conversation trace, lengths / {SCALE}, answers' lengths unknown to the proxy. The
 first {WARM_UP_S:.0f} s of a run are left out. *Idle* is the share of rank time lost at the barrier, by the engines' own
-step traces. *Output* is in tokens for each second of processor time of the slower rank. *Simulated* are the same requests by
-`balanceroute simulate` with the fitted T = {1e3 * model[0]:.1f} ms + {1e6 * model[1]:.2f} µs · max load. ± is the standard error
-over runs.
+step traces. *Output* is in tokens for each second of processor time of the slower rank, and *by the clock* for each
+second. *Simulated* are the same requests by `balanceroute simulate` with the fitted processor time. vllm-router
+{OTHER.package.rpartition("=")[2]} runs in PD mode with `round_robin` or the rule in its name, and holds nothing back;
+simulated is that rule. Figures are medians over runs, with the least and the most.
 
-{table}
+{table_of(found, told, line)}
 
-It does not prove a gain by the wall clock: on so few cores each step also waits for the scheduler of the machine.
-Prompts are cached on all engines, so prefill and the transfer of whole KV caches are not in it. Runs as short as these
-flatter the output of policies that take small prompts first; *of perfect balance* is the fairer figure.
+![Idle shares of the policies, measured and simulated](../img/real_balance.png)
+
+T = a + b · max load over all steps of all runs, and by single runs:
+
+{fits}
+
+By the clock a step also waits for the scheduler of a machine with so few cores, at the barrier and elsewhere: what it
+explains is less, and a gain by the clock here is no proof. Prompts are cached on all engines, so prefill and the
+transfer of whole KV caches are not in it. Runs as short as these flatter the output of policies that take small
+prompts first; *of perfect balance* is the fairer figure.
 """
 
 
@@ -394,7 +534,8 @@ def balance(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """The balance of decode ranks on real vLLM engines with one barrier, beside the simulator's.
 
     Installs vLLM's CPU build on the first run (6 GB). Runs each policy for some seconds before the same engines,
-    and prints a page with a table. Exits 1 if an answer was wrong.
+    and prints a page with a table. With --add the runs of several calls, each with another --skip, are one table.
+    Exits 1 if an answer was wrong.
     """
     parser.add_argument("--policies", default=",".join(POLICIES), metavar="NAME,..")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a run (default: 60)")
@@ -402,6 +543,13 @@ def balance(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--skip", type=int, default=1_000, help="requests of the trace (default: 1000)"
     )
+    parser.add_argument(
+        "--add",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines that get the runs, and tell former ones",
+    )
+    parser.add_argument("--no-runs", action="store_true", help="only the page of --add's runs")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     arguments = parser.parse_args(words)
     arguments.policies = arguments.policies.split(",")
@@ -409,20 +557,29 @@ def balance(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         parser.error(f"--policies: of {', '.join(KNOWN)}")
     if arguments.seconds <= 2 * WARM_UP_S:
         parser.error(f"--seconds: more than {2 * WARM_UP_S:.0f}")
+    found = read_runs(arguments.add) if arguments.add else []
+    if arguments.no_runs and not found:
+        parser.error("--no-runs needs --add with a file that has runs")
     # As control-C does: the engines are groups of their own, which nobody else would end.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    prepare()
     workload = Workload()
     with tempfile.TemporaryDirectory(prefix="balanceroute-balance-") as name:
         folder = Path(name)
-        found = list(runs(arguments, workload, folder))
-        model = fit([one.steps for one in found])
-        told = simulate(found, workload, model, folder)
+        if not arguments.no_runs:
+            prepare()
+            for run in runs(arguments, workload, folder):
+                found.append(run)
+                if arguments.add:
+                    add_run(arguments.add, run)
+        found.sort(key=lambda one: KNOWN.index(one.policy))
+        line, fits = fits_of(found)
+        told = simulate(found, workload, line, folder)
     command = " ".join(
         ["python scripts/checks balance", *(one for one in words if one != "--write")]
     )
-    page = page_of(found, told, model, command)
+    page = page_of(found, told, line, fits, command)
     print(page)
     if arguments.write:
         PAGE.write_text(page)
+        write_pictures({PAGE.stem: lambda: draw(found, told)}, PICTURES)
     return int(any(one.outcome.wrong for one in found))
