@@ -15,6 +15,7 @@ from tests.command_line import refused, report, unwrapped
 
 from balanceroute import __version__
 from balanceroute.proxy.__main__ import main
+from balanceroute.proxy.cli.outputs import PipedProgress
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PATIENCE_PER_SLOT, WINDOW, PolicySettings
 from balanceroute.proxy.core.prefill import ScoreSettings
@@ -644,3 +645,17 @@ def test_a_file_that_is_not_there_is_named_first(capsys: pytest.CaptureFixture[s
 def test_a_flag_that_is_an_argument_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(["up", "--topology", "emulated-2p8d"], capsys)
     assert "unrecognized arguments: --topology; write TOPOLOGY alone (see" in said
+
+
+def test_a_piped_command_tells_where_it_is_every_half_minute(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = [0.0]
+    piped = PipedProgress(lambda: now[0])
+    for second in range(70):
+        now[0] = float(second)
+        piped.tell(f"br-h: {second} of 70 requests")
+    assert capsys.readouterr().err.splitlines() == [
+        "balanceroute: br-h: 30 of 70 requests",
+        "balanceroute: br-h: 60 of 70 requests",
+    ]

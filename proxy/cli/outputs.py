@@ -4,6 +4,8 @@ import argparse
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from types import TracebackType
@@ -85,11 +87,29 @@ def for_people(written: Path | None) -> AbstractContextManager[object]:
     return redirect_stdout(sys.stderr) if written == STDOUT else nullcontext()
 
 
-# A bar for a command that goes through several long stages.
+# Where a long command is: a bar at a terminal, else a line now and then.
+
+_TOLD_S = 30.0
+
+
+class PipedProgress:
+    """Writes a line to standard error each half minute, if that is no terminal."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._is_on = not sys.stderr.isatty()
+        self._due_s = clock() + _TOLD_S
+
+    def tell(self, words: str) -> None:
+        """Write where the command is, if that is due."""
+        if self._is_on and self._clock() >= self._due_s:
+            self._due_s = self._clock() + _TOLD_S
+            sys.stderr.write(f"balanceroute: {words}\n")
+            sys.stderr.flush()
 
 
 class StageBar:
-    """Shows the present stage on standard error while it is entered, if that is a terminal."""
+    """Shows the present stage of several on standard error while it is entered."""
 
     def __init__(self) -> None:
         self._bar = Progress(
@@ -100,6 +120,7 @@ class StageBar:
             transient=True,
             disable=not sys.stderr.isatty(),
         )
+        self._piped = PipedProgress()
         self._stage: str | None = None
         self._task: TaskID | None = None
 
@@ -124,3 +145,4 @@ class StageBar:
             self._stage = stage
         if share is not None:
             self._bar.update(self._task, completed=share)
+        self._piped.tell(stage if share is None else f"{stage}: {share:.0%}")

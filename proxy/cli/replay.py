@@ -20,7 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from balanceroute import __version__
-from balanceroute.proxy.cli.outputs import check_output, for_people, options, write_output
+from balanceroute.proxy.cli.outputs import (
+    PipedProgress,
+    check_output,
+    for_people,
+    options,
+    write_output,
+)
 from balanceroute.proxy.cli.trace_flags import (
     Goodput,
     add_trace_flags,
@@ -390,6 +396,7 @@ class _Bar:
         self._bar = bar
         self._task = bar.add_task("", total=total, state="")
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RATE_UPDATES)
+        self._total, self._piped = total, PipedProgress()
 
     def show(self, state: "State") -> None:
         self._recent.append((state.elapsed_s, state.token_events))
@@ -398,6 +405,7 @@ class _Bar:
         text = f"requests, {state.running:,} running, {state.errors:,} errors, {rate:,.0f} tokens/s"
         self._bar.update(self._task, completed=state.ended, state=text)
         self._bar.refresh()
+        self._piped.tell(f"{state.ended:,} of {self._total:,} {text}")
 
 
 def _title(

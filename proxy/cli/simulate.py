@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from balanceroute import __version__
 from balanceroute.proxy.cli.outputs import (
+    PipedProgress,
     StageBar,
     check_output,
     for_people,
@@ -293,13 +294,16 @@ def _simulate(
     ) as bar:
         total = len(policies) * sum(len(workload.requests) for workload in workloads)
         task = bar.add_task(policies[0], total=total)
-        unshown = 0
+        done = unshown = 0
+        piped = PipedProgress()
 
         def progress(policy: str, finished: int) -> None:
-            nonlocal unshown
+            nonlocal done, unshown
+            done += finished
             unshown += finished
             if 1_000 * unshown >= total:  # To show every step would cost more than the steps.
                 bar.update(task, description=policy, advance=unshown)
+                piped.tell(f"{policy}: {done:,} of {total:,} requests")
                 unshown = 0
 
         for result in run_experiment(
