@@ -66,6 +66,8 @@ spec:
   {{- with $root.Values.imagePullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
+  # Engines ask nothing of the API server.
+  automountServiceAccountToken: false
   # After the drain and --shutdown-timeout, within which vLLM ends its requests on SIGTERM.
   terminationGracePeriodSeconds: {{ add (ternary $engines.drainSeconds 5 (not (not $waits))) $engines.shutdownSeconds 30 }}
   {{- with include "balanceroute.scheduling" $engines | trim }}
