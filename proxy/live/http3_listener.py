@@ -14,7 +14,7 @@ from aioquic.quic.configuration import QuicConfiguration
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.openai.urgency import ANSWER_DUE, FIRST_TOKEN_DUE, deadline_ms, urgency
-from balanceroute.proxy.live.telemetry.component_metrics import Handshakes
+from balanceroute.proxy.live.telemetry.component_metrics import Http3Counts
 from balanceroute.proxy.wire.http3.server import Http3ServerConnection, Priorities
 from balanceroute.proxy.wire.quic.endpoint import QuicEndpoint
 from balanceroute.proxy.wire.quic.stream_orders import StreamStanding
@@ -93,10 +93,10 @@ class Http3Listener:
             self._transports.append(transport)
             self._endpoints.append(endpoint)
 
-    def handshakes(self) -> Handshakes:
-        """Return what became of handshakes so far."""
-        endpoints = self._endpoints
-        return Handshakes(
+    def counts(self) -> Http3Counts:
+        """Return what became of handshakes, and of requests and their deadlines, so far."""
+        endpoints, of_order = self._endpoints, self._priorities.counts
+        return Http3Counts(
             sum(one.handshakes for one in endpoints),
             sum(one.retries for one in endpoints),
             {
@@ -104,6 +104,10 @@ class Http3Listener:
                 "late": sum(one.late for one in endpoints),
                 "failed": sum(one.failed for one in endpoints),
             },
+            self._settings.http3_order,
+            of_order.requests.copy(),
+            of_order.kept,
+            of_order.missed,
         )
 
     def load_certificate(self) -> None:

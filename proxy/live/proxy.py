@@ -34,7 +34,7 @@ from balanceroute.proxy.live.scheduling.forecast import Forecast
 from balanceroute.proxy.live.settings.effects import without_effect
 from balanceroute.proxy.live.telemetry.component_metrics import (
     DecisionFailures,
-    HandshakeMetrics,
+    Http3Metrics,
     TraceMetrics,
 )
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
@@ -539,7 +539,7 @@ class Proxy:
             )
         self._scaling = self._scaling_signals()
         if public.http3 is not None:
-            self.metrics.collect_from(HandshakeMetrics(public.http3.handshakes))
+            self.metrics.collect_from(Http3Metrics(public.http3.counts))
         await public.start(self._environment.public_sockets)
         asked = (config, self._groups, self.gateway, self._environment)
         self.select_service = await serve_selections(*asked)

@@ -25,7 +25,7 @@ from balanceroute.proxy.live.openai.routes import CONTROL, ROUTES, Handling, Med
 from balanceroute.proxy.live.request.failures import RULES
 from balanceroute.proxy.live.scaling import OfLoads
 from balanceroute.proxy.live.settings.declared import HEADINGS
-from balanceroute.proxy.live.telemetry.component_metrics import HandshakeMetrics, Handshakes
+from balanceroute.proxy.live.telemetry.component_metrics import Http3Counts, Http3Metrics
 from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.request_metrics import AliasWorth
@@ -122,7 +122,8 @@ STATE = Snapshot(
 def full_page() -> bytes:
     """Return a page with at least one sample of every metric."""
     metrics = Metrics(lambda: [STATE], traces=True, process=False)
-    metrics.collect_from(HandshakeMetrics(lambda: Handshakes(0, 0, {"crowd": 0})))
+    counts = Http3Counts(0, 0, {"crowd": 0}, "rr", {"usual": 0}, 0, 0)
+    metrics.collect_from(Http3Metrics(lambda: counts))
     metrics.collect_from(OfLoads({"": LoadFollower()}))
     metrics.collect_from(LeaderMetrics(lambda: Standing(False, "", "", 0, 0, 0, 0.0)))
     metrics.tenants.names = {"t"}

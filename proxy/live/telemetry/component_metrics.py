@@ -140,43 +140,63 @@ class EngineMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Handshakes:
-    """What became of handshakes. Counters are since start."""
+class Http3Counts:
+    """What became of handshakes, and of what the order of streams is for. Counters are since start."""
 
     open: int  # Those that are not over.
     retries: int  # Newcomers that were told to show that they receive at their address.
     # Newcomers that got no connection, by reason: `crowd` were not taken, `late` took too long,
     # `failed` ended otherwise.
     ended_badly: dict[str, int]
+    order: str  # By which streams are sent.
+    requests: dict[str, int]  # By level.
+    kept: int  # Answers with a deadline that had arrived by then.
+    missed: int
 
 
-class HandshakeMetrics(Collector):
+class Http3Metrics(Collector):
     """Exports them."""
 
-    def __init__(self, count: Callable[[], Handshakes]) -> None:
+    def __init__(self, count: Callable[[], Http3Counts]) -> None:
         self._count = count
 
     def collect(self) -> Iterator[Metric]:
         """Yield a family for each figure."""
-        handshakes = self._count()
+        counts = self._count()
         yield GaugeMetricFamily(
             "balanceroute_http3_open_handshakes",
             "Handshakes of HTTP/3 that are not over.",
-            handshakes.open,
+            counts.open,
         )
         yield CounterMetricFamily(
             "balanceroute_http3_retries",
             "Newcomers over HTTP/3 that had to show their address (Retry).",
-            handshakes.retries,
+            counts.retries,
         )
         ended_badly = CounterMetricFamily(
             "balanceroute_http3_failed_handshakes",
             "Newcomers over HTTP/3 that got no connection, for the reason given.",
             labels=["reason"],
         )
-        for reason, count in handshakes.ended_badly.items():
+        for reason, count in counts.ended_badly.items():
             ended_badly.add_metric([reason], count)
         yield ended_badly
+        requests = CounterMetricFamily(
+            "balanceroute_http3_requests",
+            "Requests over HTTP/3, by the order in which streams are sent, and the request's level.",
+            labels=["order", "level"],
+        )
+        for level, count in counts.requests.items():
+            requests.add_metric([counts.order, level], count)
+        yield requests
+        deadlines = CounterMetricFamily(
+            "balanceroute_http3_answer_deadlines",
+            "Answers with X-Answer-Deadline-Ms, by whether all of them had arrived by then.",
+            labels=["order", "kept"],
+        )
+        deadlines.add_metric([counts.order, "yes"], counts.kept)
+        deadlines.add_metric([counts.order, "no"], counts.missed)
+        yield deadlines
 
 
 # Metrics of predictors: their work, their errors, and their saved state.

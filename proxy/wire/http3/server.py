@@ -5,7 +5,7 @@ and the drain are the same, and so is the application.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -184,6 +184,29 @@ _SILENT_SHARE = 3
 _CANCELLED_BURST, _CANCELLED_PER_S = 400, 50.0
 
 
+class OrderCounts:
+    """What the order of streams came to, of all connections. Counters are since start.
+
+    Attributes:
+        requests: By the level of the request: `raised`, `usual` or `lowered`.
+        kept: Answers with a deadline that had arrived by then.
+        missed: Those that had not, or were broken off.
+    """
+
+    def __init__(self) -> None:
+        self.requests = {"raised": 0, "usual": 0, "lowered": 0}
+        self.kept = self.missed = 0
+
+    def began(self, level: int) -> None:
+        """Count a request."""
+        self.requests["raised" if level > 0 else "lowered" if level < 0 else "usual"] += 1
+
+    def ended(self, *, kept: bool) -> None:
+        """Count an answer that had a deadline."""
+        self.kept += kept
+        self.missed += not kept
+
+
 @dataclass(frozen=True, slots=True)
 class Priorities:
     """What streams are sent by."""
@@ -192,6 +215,7 @@ class Priorities:
     standing: Callable[[Headers, float], StreamStanding]
     level: Callable[[bytes], int]  # Returns the level in the value of a Priority field.
     hard: bool = False  # A stream whose deadline passes before its answer has been sent is reset.
+    counts: OrderCounts = field(default_factory=OrderCounts)
 
 
 class Http3ServerConnection:
@@ -212,6 +236,7 @@ class Http3ServerConnection:
         self._control = ControlFrames()
         self._streams: dict[int, ServerStream] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._due_s: dict[int, float] = {}  # When answers are due that have a deadline.
         self._early_levels: dict[int, int] = {}
         self._cancelled = LeakyBucket(_CANCELLED_BURST, _CANCELLED_PER_S, service.loop.time)
         self._numbers = StreamNumbers()
@@ -346,6 +371,7 @@ class Http3ServerConnection:
         if is_open and not self._cancelled.take():
             self._close(ErrorCode.H3_EXCESSIVE_LOAD, "too many requests were given up")
         elif stream is not None:
+            self._due_s.pop(number, None)  # The client wants no answer any more.
             self._quic.reset_stream(number, ErrorCode.H3_REQUEST_CANCELLED)
             stream.lose()
 
@@ -358,7 +384,11 @@ class Http3ServerConnection:
         if level is not None:
             standing = standing._replace(level=level)
         self._quic.stand(number, standing)
-        if self._priorities.hard and standing.deadline_s < inf:
+        self._priorities.counts.began(standing.level)
+        if standing.deadline_s == inf:
+            return
+        self._due_s[number] = standing.deadline_s
+        if self._priorities.hard:
             call_at = self.service.loop.call_at
             self._timers[number] = call_at(standing.deadline_s, self._run_out, stream)
 
@@ -376,6 +406,7 @@ class Http3ServerConnection:
         self._carrier.send_soon()
 
     def reset(self, stream_id: int) -> None:
+        self._end(stream_id, kept=False)
         self._quic.reset_stream(stream_id, ErrorCode.H3_INTERNAL_ERROR)
         self._carrier.send_soon()
 
@@ -468,6 +499,7 @@ class Http3ServerConnection:
         """End a stream whose deadline has passed, unless all of its answer was sent."""
         if stream.has_left and not self._quic.unsent(stream.number):
             return
+        self._end(stream.number, kept=False)
         self._quic.reset_stream(stream.number, ErrorCode.H3_REQUEST_CANCELLED)
         self.refuse_rest(stream.number)
         stream.lose()
@@ -482,6 +514,7 @@ class Http3ServerConnection:
             return
         self._streams.pop(number, None)
         self._early_levels.pop(number, None)  # Of a request that was refused.
+        self._end(number, kept=self.service.loop.time() <= self._due_s.get(number, inf))
         timer = self._timers.pop(number, None)
         if timer is not None:
             timer.cancel()
@@ -492,6 +525,11 @@ class Http3ServerConnection:
             self.deadline_s = self._idle_since_s + self.service.limits.keep_alive_timeout_s
             if not self._is_served:
                 self._leave(ErrorCode.H3_EXCESSIVE_LOAD, "too many connections")
+
+    def _end(self, number: int, *, kept: bool) -> None:
+        """Count the end of an answer that had a deadline, once."""
+        if self._due_s.pop(number, None) is not None:
+            self._priorities.counts.ended(kept=kept)
 
     def _turn_away(self, number: int) -> None:
         """Tell the client that this stream and those behind it will not be served."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from tests.support.virtual.loop import VirtualLoop
 
+    from balanceroute.proxy.live.telemetry.component_metrics import Http3Counts
     from balanceroute.proxy.wire.messages import Application, HttpRequest, Reply
 
 LINK = ThinLinkSettings(bits_per_s=20e6, delay_s=0.01, loss=0.0)
@@ -45,6 +46,7 @@ def play(
     scenario: Callable[[Http3Endpoint, Server], Awaitable[None]],
     *,
     settings: Http3Settings | None = None,
+    counts: "list[Http3Counts] | None" = None,
     loss: float = 0.0,
     seed: int = 1,
 ) -> None:
@@ -67,6 +69,8 @@ def play(
         endpoint.close()
         server.stop_accepting()
         await server.drain()
+        if counts is not None:
+            counts.append(listener.counts())
         listener.close()
 
     run(main, seed=seed, limit_s=1_000.0)
@@ -216,6 +220,36 @@ def test_a_hard_deadline_breaks_an_answer_off(tmp_path: "Path") -> None:
         assert 0.3 <= ended_s - begun_s < 0.4  # From its head on.
 
     play(tmp_path, answer, scenario, settings=HARD)
+
+
+def test_levels_and_kept_deadlines_are_counted(tmp_path: "Path") -> None:
+    """In 300 ms the link has 750 KB."""
+    counts: list[Http3Counts] = []
+
+    def answer(request: "HttpRequest", reply: "Reply") -> None:
+        if request.path == b"/cut":
+            reply.start(200, [])
+            reply.write(b"x")
+            reply.abort()
+        else:
+            reply.send(200, [(b"x-path", request.path)], bytes(1_000_000))
+
+    async def scenario(endpoint: Http3Endpoint, server: Server) -> None:
+        late: Headers = [(b"x-answer-deadline-ms", b"300")]
+        fits: Headers = [(b"x-answer-deadline-ms", b"60000"), (b"priority", b"u=0")]
+        await ask(endpoint, b"/late", b"", late)
+        await ask(endpoint, b"/fits", b"", fits)
+        await ask(endpoint, b"/whenever", b"", [(b"priority", b"u=6")])
+        with pytest.raises(WireError):
+            await ask(endpoint, b"/cut", b"", fits)
+        given_up = asyncio.create_task(ask(endpoint, b"/given-up", b"", fits))
+        await asyncio.sleep(0.1)
+        given_up.cancel()
+        await asyncio.sleep(5.0)
+
+    play(tmp_path, answer, scenario, counts=counts)
+    assert counts[0].requests == {"raised": 3, "usual": 1, "lowered": 1}
+    assert (counts[0].kept, counts[0].missed) == (1, 2)
 
 
 def test_the_deadline_of_the_first_token_breaks_no_answer_off(tmp_path: "Path") -> None:

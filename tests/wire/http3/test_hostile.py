@@ -245,7 +245,7 @@ async def test_a_flood_of_handshakes_makes_newcomers_show_their_address(tmp_path
             await asyncio.sleep(0)
         async with site.client() as client:  # Which answers the Retry.
             assert (await client.ask(b"GET", b"/")).status == 200
-        told = site.listener.handshakes()
+        told = site.listener.counts()
         assert (told.open, told.ended_badly) == (3, {"crowd": 0, "late": 0, "failed": 0})
         assert told.retries >= 47
 
@@ -265,9 +265,9 @@ async def test_a_newcomer_takes_the_place_of_a_handshake_that_does_not_end(
         for count in (1, 2):
             async with site.client() as client:
                 assert (await client.ask(b"GET", b"/")).status == 200
-            assert site.listener.handshakes().ended_badly["crowd"] == 1
+            assert site.listener.counts().ended_badly["crowd"] == 1
             if count == 1:  # There is room again, without another one that ends.
-                assert site.listener.handshakes().open == 2
+                assert site.listener.counts().open == 2
 
 
 async def test_handshakes_that_do_not_end_are_given_up(tmp_path: "Path") -> None:
@@ -280,7 +280,7 @@ async def test_handshakes_that_do_not_end_are_given_up(tmp_path: "Path") -> None
         while its.handshakes:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not its._carriers
-        told = site.listener.handshakes()
+        told = site.listener.counts()
         assert told.ended_badly == {"crowd": 0, "late": 1, "failed": 0}
 
 
@@ -293,9 +293,9 @@ async def test_a_handshake_that_fails_is_counted(tmp_path: "Path") -> None:
         with pytest.raises(ConnectionError):
             async with http3_client(site.server.port, other.read_text()):
                 raise AssertionError("it trusted a stranger")
-        while not site.listener.handshakes().ended_badly["failed"]:  # noqa: ASYNC110
+        while not site.listener.counts().ended_badly["failed"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert site.listener.handshakes().open == 0
+        assert site.listener.counts().open == 0
 
 
 async def test_limits_of_connections_hold(tmp_path: "Path") -> None:
