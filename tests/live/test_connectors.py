@@ -251,3 +251,25 @@ def test_there_is_no_other_connector() -> None:
     ]
     with pytest.raises(KeyError):
         make_connector("nixl-push")
+
+
+def test_the_example_of_the_page_works(
+    returned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An own connector is an entry of the table: for the proxy, and for emulated engines."""
+    page = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(code.splitlines()) <= 15
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102 - it is the page's.
+    monkeypatch.setitem(CONNECTORS, "mine", names["MINE"])
+    mine = make_connector("mine")
+    assert mine.prefill_params("x") == NIXL.prefill_params("x")
+    assert mine.decode_params("x", returned, None) == returned
+
+    async def main() -> None:
+        async with engines(connector="mine") as fleet:
+            assert fleet.prefill_urls
+            assert fleet.decode_urls
+
+    play(main())
