@@ -462,7 +462,7 @@ def _short_number(value: float) -> str:
 
 # Pictures of what tenants and classes got over time, as PNG files.
 
-_WINDOWS = 60
+_FEWEST_WINDOWS, _MOST_WINDOWS = 6, 60
 # With fewer first tokens in a window a percentile means nothing.
 _LEAST_SAMPLES = 10
 _TITLE_COLUMNS = 110
@@ -495,7 +495,7 @@ def _draw(policy: str, service: ServiceLog, title: str) -> "Figure":
     headline = f"What tenants and classes got over time: {policy}"
     figure = empty_figure(9.0, 0.4 + 2.1 * rows, headline, wrapped(title, _TITLE_COLUMNS))
     charts: list[Axes] = list(figure.subplots(rows, sharex=True))
-    edges_s = np.linspace(0.0, service.samples[-1].time_ns / 1e9, _WINDOWS + 1)
+    edges_s = np.linspace(0.0, service.samples[-1].time_ns / 1e9, windows(service) + 1)
     middles_s = (edges_s[:-1] + edges_s[1:]) / 2
     shares = 100 * kv_shares(service, edges_s)
     labels = [f"{one.tenant or '-'}, class {one.level}" for one in service.groups]
@@ -503,7 +503,7 @@ def _draw(policy: str, service: ServiceLog, title: str) -> "Figure":
     charts[0].set_ylabel("share of KV-token-s, %")
     for group in range(len(labels)):
         charts[1].step(middles_s, p99_s(service, group, edges_s), where="mid")
-    charts[1].set_ylabel("p99 TTFT, s")
+    charts[1].set_ylabel(f"p99 TTFT of {_LEAST_SAMPLES}\nor more, s")
     if len(limits):
         times_s = np.append(limits[:, 0] / 1e9, edges_s[-1])
         charts[2].step(times_s, np.append(limits[:, 1], limits[-1, 1]), where="post", color=SOFT)
@@ -517,6 +517,13 @@ def _draw(policy: str, service: ServiceLog, title: str) -> "Figure":
     return figure
 
 
+def windows(service: ServiceLog) -> int:
+    """Return into how many windows the time is divided: so few that most have enough first tokens of each group."""
+    groups = range(len(service.groups))
+    tokens = sum(len(service.first_tokens(group)[0]) for group in groups)
+    return max(_FEWEST_WINDOWS, min(_MOST_WINDOWS, tokens // (2 * _LEAST_SAMPLES * len(groups))))
+
+
 def kv_shares(service: ServiceLog, edges_s: "NDArray[np.float64]") -> "NDArray[np.float64]":
     """Return the groups' shares of the KV-token-seconds of each window, float64[groups, windows]."""
     times_s = [sample.time_ns / 1e9 for sample in service.samples]
@@ -528,8 +535,8 @@ def kv_shares(service: ServiceLog, edges_s: "NDArray[np.float64]") -> "NDArray[n
 def p99_s(service: ServiceLog, group: int, edges_s: "NDArray[np.float64]") -> list[float]:
     """Return the p99 time to first token in each window, in seconds; NaN where there are few."""
     came_s, ttft_s = service.first_tokens(group)
-    windows = np.searchsorted(edges_s, came_s, side="right") - 1
-    found = [ttft_s[windows == window] for window in range(len(edges_s) - 1)]
+    places = np.searchsorted(edges_s, came_s, side="right") - 1
+    found = [ttft_s[places == window] for window in range(len(edges_s) - 1)]
     return [
         float(np.percentile(ttft, 99)) if len(ttft) >= _LEAST_SAMPLES else np.nan for ttft in found
     ]
