@@ -212,12 +212,8 @@ class Deployment:
         """Find the engines.
 
         Raises:
-            ConfigError: A decode server answers, but does not tell its ranks; or an extra is missing.
+            ConfigError: A decode server answers, but does not tell its ranks.
         """
-        if self._hears:
-            from balanceroute.proxy.live.kv_events import subscribed  # noqa: PLC0415
-
-            subscribed(self._environment)
         config, roster, environment = self.config, self.roster, self._environment
         ordered = ordered_state(environment.orders, environment.group, self._settings())
         self.policy = ordered.policy

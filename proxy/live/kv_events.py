@@ -7,7 +7,6 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Status
 from balanceroute.proxy.live.engines.kv_feed import KvEventSource, KvFeed
@@ -90,19 +89,11 @@ def _source_of_rank(
 
 
 def subscribed(environment: "Environment") -> "Subscribe":
-    """Return what takes KV cache events.
-
-    Raises:
-        ConfigError: Its extra is not installed.
-    """
+    """Return what takes KV cache events."""
     if environment.subscribe is not None:
         return environment.subscribe
-    try:
-        from balanceroute.proxy.live.engines import kv_subscriber  # noqa: PLC0415  # An extra.
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "--kv-events: needs the extra kv-events: pip install '.[kv-events]'"
-        ) from error
+    from balanceroute.proxy.live.engines import kv_subscriber  # noqa: PLC0415  # An extra.
+
     return kv_subscriber.subscribe
 
 

@@ -173,16 +173,14 @@ def _picker(
     """Return what tells gateways where requests go; None, and nothing of it is imported, where it is off.
 
     Raises:
-        ConfigError: Its extra is not installed, or ranks call for their prefills.
+        ConfigError: Ranks call for their prefills.
     """
     if config.gateway.pick == "off":
         return None
     if any(group.intake.context.connector.decode_first for group in groups):
         raise ConfigError("--pick: a rank calls for its prefill with this --connector")
-    try:
-        from balanceroute.proxy.live.picker import Choices, Picker  # noqa: PLC0415  # An extra.
-    except ModuleNotFoundError as error:
-        raise ConfigError("--pick: needs the extra gateway: pip install '.[gateway]'") from error
+    from balanceroute.proxy.live.picker import Choices, Picker  # noqa: PLC0415  # An extra.
+
     return Picker(config, Choices(config, groups, gateway, environment.unix_s))
 
 

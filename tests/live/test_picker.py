@@ -4,13 +4,15 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from socket import create_server
 from typing import Any
 
 import pytest
-from tests.live.served import ENGINES, PATIENCE_S, engines, serving
+from tests.live.served import ENGINES, PATIENCE_S, Client, engines, serving
+from tests.live.settings.configs import secret_file
 from tests.support.played import play_in_real_time
-from tests.support.site import Site, served
+from tests.support.site import Site, play, served
 
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("envoy.service.ext_proc.v3")
@@ -530,20 +532,64 @@ async def test_a_coordinators_own_members_are_taken(site: Site) -> None:
     assert not any(held)
 
 
-def test_a_process_serves_the_protocol_and_its_health() -> None:
-    """Over gRPC, with a port of its own; a picker that is on needs a port."""
+def test_another_router_shares_the_books(tmp_path: Path) -> None:
+    """A gateway and a router that asks over HTTP have one process: no rank gets more than it may."""
+
+    async def asks(site: Site, path: str, values: object, method: str = "POST") -> None:
+        service = site.world.proxy.select_service
+        assert service is not None
+        key = [(b"authorization", b"Bearer a-key")]
+        port = service.server.port
+        answer = await site.send(path, values, method=method, headers=key, port=port).end()
+        assert answer.status == 200, answer.body
+
+    async def scenario(site: Site) -> None:
+        picker, (_, ranks) = picker_of(site), places(site)
+        books = site.world.proxy.deployment.driver.scheduler
+        held = []
+        for i in range(len(ranks)):  # Ids are each caller's own.
+            await prefilled(picker, f"r{i}")
+            held.append(Gateway(picker).head(profile("decode", f"r{i}")).body())
+            await held[-1].destination()
+            await asks(site, "/select_and_reserve", {"selection_id": f"r{i}", "isl_tokens": 9})
+            await asks(site, f"/reservations/r{i}/prefill_complete", b"")
+        assert [*books.ledger.bound] == [2] * len(ranks)
+        await prefilled(picker, "last")
+        last = Gateway(picker).head(profile("decode", "last")).body()
+        await asyncio.sleep(5.0)
+        assert not last.answers
+        await asks(site, "/reservations/r0", b"", "DELETE")
+        assert await last.destination() in ranks
+        for one in (*held, last):
+            await one.answer_begins().end()
+        for i in range(1, len(ranks)):
+            await asks(site, f"/reservations/r{i}", b"", "DELETE")
+        assert not books.ledger.bound.sum()
+        assert not sum(books.prefillers.prefills)
+
+    select = {"select_key_file": secret_file(tmp_path, "keys", "a-key\n"), "select_port": 0}
+    play(scenario, flags={**FLAGS, **select, "scrape_interval_s": 1000})
+
+
+def test_a_process_serves_the_protocol_and_its_health(tmp_path: Path) -> None:
+    """Over gRPC, with a port of its own; a picker that is on needs a port. Other routers ask beside it."""
+    keys = secret_file(tmp_path, "keys", "a-key\n")
 
     async def main() -> None:
         async with engines() as fleet:
             urls = [f"http://127.0.0.1:{one.port}" for one in fleet.engines]
             split = ENGINES.prefillers
-            port = _free_port()
-            words = ("--pick", "coordinator", "--pick-port", str(port))
+            port, beside = _free_port(), _free_port()
+            words: tuple[str, ...] = ("--pick", "coordinator", "--pick-port", str(port))
+            words = (*words, "--select-key-file", keys, "--select-port", str(beside))
             async with (
                 serving(urls[:split], urls[split:], *words),
                 grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
             ):
                 await _speaks(channel, urls)
+                key = [(b"authorization", b"Bearer a-key")]
+                loads = await Client(beside).send(b"GET", "/loads", headers=key).end()
+                assert loads.status == 200
 
     play_in_real_time(main, patience_s=2 * PATIENCE_S)
 

@@ -165,6 +165,8 @@ def _configured(
     if engines.rank_kv_events_port is not None and not asked:
         reason = "nobody asks without --prefix-affinity or --local-prefill-tokens"
         raise ConfigError(f"{given.where('rank_kv_events_port')}: {reason}")
+    if engines.rank_kv_events_port is not None:
+        _need(given.where("rank_kv_events_port"), "kv-events", "zmq")
     return ProxyConfig(
         topology=None if topology is None else topology.name,
         engines=engines,
@@ -375,17 +377,35 @@ def _gateway(given: Given, listening: ListeningSettings) -> GatewaySettings:
     gateway = given.read(GatewaySettings)
     taken = [(listening.host, listening.port)]
     taken += [(listening.admin_host, listening.admin_port)] if listening.admin else []
-    own = gateway.select_host, gateway.select_port
-    if gateway.select_key_file is not None and own in taken and own[1] != 0:
-        reason = f"is {own[1]}, which serves others already: name another"
-        raise ConfigError(f"{given.where('select_port')} {reason}")
+    picks = gateway.pick != "off"
+    for name, on, own in (
+        ("select", gateway.select_key_file is not None, (gateway.select_host, gateway.select_port)),
+        ("pick", picks, (gateway.pick_host, gateway.pick_port)),
+    ):
+        if on and own in taken and own[1] != 0:
+            reason = f"is {own[1]}, which serves others already: name another"
+            raise ConfigError(f"{given.where(f'{name}_port')} {reason}")
+        taken += [own] if on else []
+    if picks:
+        _need(given.where("pick"), "gateway", "grpc", "envoy.service")
     names = list(gateway.picker_names.values())
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{given.where('picker_metrics')} names {name!r} twice")
-    if gateway.http2 and find_spec("h2") is None:
-        raise ConfigError(f"{given.where('http2')}: needs h2: pip install 'h2<4.5'")
+    if gateway.http2:
+        _need(given.where("http2"), "h2", "h2")
     return gateway
+
+
+def _need(place: str, extra: str, *modules: str) -> None:
+    """Check that an extra is installed, before anybody asks an engine."""
+    for module in modules:
+        try:
+            found = find_spec(module)
+        except ModuleNotFoundError:  # Its package is not there.
+            found = None
+        if found is None:
+            raise ConfigError(f"{place}: needs the extra {extra}: pip install '.[{extra}]'")
 
 
 def _http3(given: Given, listening: ListeningSettings) -> Http3Settings:
@@ -397,8 +417,7 @@ def _http3(given: Given, listening: ListeningSettings) -> Http3Settings:
     place = given.where("http3")
     if listening.tls_cert is None:
         raise ConfigError(f"{place}: needs --tls-cert and --tls-key, as HTTP/3 is always encrypted")
-    if find_spec("aioquic") is None:
-        raise ConfigError(f"{place}: needs the extra h3: pip install '.[h3]'")
+    _need(place, "h3", "aioquic")
     return http3
 
 
@@ -444,6 +463,7 @@ def _check_kv_events(
     if scheduling.prefill_choice not in USING_EVENTS:
         choices = " or ".join(sorted(USING_EVENTS))
         raise ConfigError(f"--kv-events: nobody asks without --prefill-choice {choices}")
+    _need("--kv-events", "kv-events", "zmq")
 
 
 def _check_predictors(given: Given, scheduling: SchedulingSettings) -> None:

@@ -1,10 +1,12 @@
 """Each setting that cannot be served is refused with its place and the reason."""
 
+import sys
 from math import inf
 from pathlib import Path
 
 import pytest
-from tests.live.settings.configs import ENGINES, of_file, of_flags
+from tests.live.settings.configs import ENGINES, of_file, of_flags, secret_file
+from tests.support.certificate import make_certificate
 
 from balanceroute.proxy.core.errors import ConfigError
 
@@ -316,3 +318,45 @@ def test_a_bad_value_in_the_file_is_refused_although_nothing_asks_for_it(tmp_pat
 
 def test_a_flag_stands_in_for_a_bad_value_in_the_file(tmp_path: Path) -> None:
     assert of_file(tmp_path, "port = -1", flags={"port": 1}).listening.port == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "given"),
+    [
+        ("aioquic", "h3", {"http3": True}),
+        ("h2", "h2", {"http2": True}),
+        ("grpc", "gateway", {"pick": "coordinator"}),
+        ("envoy.service", "gateway", {"pick": "sidecar"}),
+        ("zmq", "kv-events", {"kv_events_port": 5557, "prefill_choice": "prefix-aware"}),
+        ("zmq", "kv-events", {"rank_kv_events_port": 5557, "prefix_affinity": 1.0}),
+    ],
+)
+def test_a_missing_extra_is_told_before_anybody_is_asked(
+    module: str,
+    extra: str,
+    given: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    if "http3" in given:
+        cert, key = make_certificate(tmp_path)
+        given = given | {"tls_cert": str(cert), "tls_key": str(key)}
+    of_flags(**given)
+    monkeypatch.setitem(sys.modules, module, None)
+    flag = "kv-events" if "kv_events_port" in given else next(iter(given)).replace("_", "-")
+    with pytest.raises(ConfigError, match=rf"^--{flag}: needs the extra {extra}: pip install '\."):
+        of_flags(**given)
+    of_flags()
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [{"port": 8123}, {"admin": True, "admin_port": 8123}, {"select_port": 8123}],
+    ids=["clients", "admin", "routers"],
+)
+def test_the_port_of_the_picker_is_its_own(tmp_path: Path, taken: dict[str, object]) -> None:
+    keys = {"select_key_file": secret_file(tmp_path, "keys", "a-key")}
+    given = {"pick": "sidecar", "pick_port": 8123} | keys | taken
+    with pytest.raises(ConfigError, match="--pick-port is 8123, which serves others already"):
+        of_flags(**given)
+    of_flags(**given | {"pick_port": 8124})
