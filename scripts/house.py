@@ -170,9 +170,9 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (13_700, 37),
+    "proxy/core": (13_750, 37),
     "proxy/wire": (7_650, 24),
-    "proxy/live": (37_900, 123),
+    "proxy/live": (37_950, 123),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (6_000, 26),
     "predictors": (3_750, 13),
@@ -182,7 +182,7 @@ BUDGET = {
     "scripts": (17_600, 46),
     "tests/support": (12_550, 43),
     # All of it.
-    "tests": (113_850, 406),
+    "tests": (113_950, 406),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

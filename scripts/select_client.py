@@ -46,6 +46,12 @@ class Selecting:
         self._client, self._service = client, service.rstrip("/")
         self._headers = {"authorization": f"Bearer {key}"}
 
+    async def loads(self, prompt_tokens: int) -> list[dict[str, Any]]:
+        """Return what each engine would have with a request; nothing is reserved. Raises RefusedError."""
+        answer = await self._call("POST", "/potential_loads", {"isl_tokens": prompt_tokens})
+        rows: list[dict[str, Any]] = _told(answer)
+        return rows
+
     async def reserve(self, name: str, prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
         """Return the prefiller of a request; wait as long as the service says while there is none.
 
@@ -56,14 +62,17 @@ class Selecting:
         for _ in range(RETRIES):
             answer = await self._call("POST", "/select_and_reserve", asked)
             if answer.status_code not in (429, 503):
-                return _told(answer)
+                place: dict[str, Any] = _told(answer)
+                return place
             await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
         raise RefusedError(f"there was none {RETRIES} times in a row")
 
     async def rank(self, name: str, prompt_tokens: int | None) -> dict[str, Any]:
         """Say that the prefill has ended; return the rank, which may take a while. Raises RefusedError."""
         told = {} if prompt_tokens is None else {"isl_tokens": prompt_tokens}
-        return _told(await self._call("POST", f"/reservations/{name}/prefill_complete", told))
+        answer = await self._call("POST", f"/reservations/{name}/prefill_complete", told)
+        place: dict[str, Any] = _told(answer)
+        return place
 
     async def emitted(self, name: str, tokens: int) -> None:
         await self._call("POST", f"/reservations/{name}/output_block", {"output_tokens": tokens})
@@ -81,8 +90,8 @@ class Selecting:
         )
 
 
-def _told(answer: httpx.Response) -> dict[str, Any]:
-    told: dict[str, Any] = answer.json()
+def _told(answer: httpx.Response) -> Any:
+    told = answer.json()
     if answer.is_error:
         raise RefusedError(f"{answer.status_code}: {told['error']}")
     return told
@@ -158,13 +167,22 @@ class Router:
                     yield choice["text"]
 
 
-async def run(service: str, key: str, prompts: list[str], max_tokens: int) -> int:
-    """Send prompts all at once and print their answers; return how many failed."""
+async def run(
+    service: str, key: str, prompts: list[str], max_tokens: int, *, loads: bool = False
+) -> int:
+    """Send prompts all at once and print their answers; return how many failed.
+
+    With `loads`, first print what each engine would have with one of them.
+    """
     # An answer may wait for a rank, so nothing but the connection has a time limit here.
     timeout = httpx.Timeout(None, connect=5.0)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
-        router = Router(client, Selecting(client, service, key))
+        selecting = Selecting(client, service, key)
+        router = Router(client, selecting)
+        if loads:
+            for row in await selecting.loads(max(1, len(prompts[0]) // 4)):
+                print(json.dumps(row), file=sys.stderr)
 
         async def answer(prompt: str) -> str:
             return "".join([piece async for piece in router.complete(prompt, max_tokens)])
@@ -184,10 +202,12 @@ def main() -> int:
     parser.add_argument("--key-file", type=Path, required=True)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--requests", type=int, default=1)
+    parser.add_argument("--loads", action="store_true")
     given = parser.parse_args()
     key = given.key_file.read_text().split()[0]
     prompts = [given.prompt] * given.requests
-    return 1 if asyncio.run(run(given.service, key, prompts, given.max_tokens)) else 0
+    work = run(given.service, key, prompts, given.max_tokens, loads=given.loads)
+    return 1 if asyncio.run(work) else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
     GET    /health, /ready        need no key
     GET    /workers               the engines, one row for each server; ?model_name= of one group
     GET    /loads                 what each rank and prefiller has; likewise
+    POST   /potential_loads       what each would have with a request; nothing is reserved
+    POST   /overlap_scores        what each prefiller should have of a prompt in its prefix cache
+    GET    /dump                  501: there is no index of KV events here that a peer could replay
     POST   /select                who would be chosen now; nothing is reserved
     POST   /select_and_reserve    reserve a prefiller, or with "phase": "decode" a rank; waits until there is one
     POST   /reservations          likewise on one engine, by its worker_id or by the selection_id of a /select
@@ -30,7 +33,8 @@ from weakref import WeakKeyDictionary
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from balanceroute.proxy.core.events import Eligible
+from balanceroute.proxy.core.events import Eligible, PrefillerId, RequestId, Ticket
+from balanceroute.proxy.core.prefill.budgets import PrefillRequest
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Status
 from balanceroute.proxy.live.request.prefill_attempt import pulled_within_s
 from balanceroute.proxy.live.security import Secret, bearer_token, matches_any
@@ -67,6 +71,12 @@ _JSON: Headers = [(b"content-type", b"application/json"), (b"cache-control", b"n
 _OPEN = (b"/health", b"/ready")
 _RESERVATIONS = b"/reservations/"
 _CATALOGUE = "this proxy knows its engines by its settings, discovery or admin listener"
+_NO_OVERLAP = "the prefill choice of this proxy follows no prefix caches: see --prefill-choice"
+_NO_DUMP = "there is no index of KV events here that a peer could replay"
+_NOT_DEVICE = (
+    *("host_pinned_blocks", "disk_blocks"),
+    *("host_pinned_extension_blocks", "disk_extension_blocks"),
+)
 _LIFECYCLES = {Status.DRAINING: "draining", Status.REMOVED: "draining"}
 
 _Tokens = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
@@ -156,6 +166,9 @@ class SelectService:
             b"/ready": {b"GET": self._ready},
             b"/workers": {b"GET": self._workers},
             b"/loads": {b"GET": self._loads},
+            b"/potential_loads": {b"POST": self._potential_loads},
+            b"/overlap_scores": {b"POST": self._overlap_scores},
+            b"/dump": {b"GET": self._dump},
             b"/select": {b"POST": self._select},
             b"/select_and_reserve": {b"POST": self._select_and_reserve},
             b"/reservations": {b"POST": self._reserve},
@@ -243,6 +256,69 @@ class SelectService:
             waiting = scheduler.prefill_queue.waiting + len(scheduler.pool.entries)
             found.append({**_names(group), "loads": rows, "pending_count": waiting})
         _send(reply, 200, found)
+
+    def _potential_loads(self, request: HttpRequest, reply: Reply) -> None:
+        asked = _read(request, _PROMPT)
+        group, tokens, books = self._group(asked.model_name), _tokens(asked), self._books()
+        cached = self._cached(group, asked) or {}
+        rows = []
+        for engine in _engines(group):
+            row = books[group.name, engine.target.role.value, engine.name]
+            then = row["kv_tokens"] + tokens
+            is_rank = isinstance(engine, Rank)
+            if isinstance(engine, Prefiller):
+                then -= cached.get(engine.id, 0)
+            rows.append(
+                {
+                    "worker_id": worker_id(engine),
+                    "dp_rank": dp_rank(engine),
+                    "role": row["role"],
+                    "potential_prefill_tokens": 0 if is_rank else then,
+                    "potential_decode_blocks": -(-then // BLOCK_TOKENS) if is_rank else 0,
+                    "active_requests": row["requests"],
+                }
+            )
+        _send(reply, 200, rows)
+
+    def _overlap_scores(self, request: HttpRequest, reply: Reply) -> None:
+        asked = _read(request, _PROMPT)
+        group, size = self._group(asked.model_name), asked.block_size
+        hashes = len(asked.sequence_hashes)
+        if not hashes:
+            raise _RefusedError(400, "sequence_hashes are required: prompts are known by them here")
+        # Of a prompt whose length is not told, each block that is named is full.
+        asked = structs.replace(
+            asked, token_ids=None, isl_tokens=asked.isl_tokens or hashes * size + 1
+        )
+        cached = self._cached(group, asked)
+        if cached is None:
+            raise _RefusedError(501, _NO_OVERLAP)
+        rows = [
+            {
+                "worker_id": worker_id(engine),
+                "dp_rank": dp_rank(engine),
+                "device_blocks": cached[engine.id] // size,
+                **dict.fromkeys(_NOT_DEVICE, 0),
+                "shared_beyond_device_blocks": None,
+                "router_credit_blocks": cached[engine.id] / size,
+            }
+            for engine in group.intake.instances.prefillers
+            if engine.open
+        ]
+        shared = {"enabled": False, "total_hit_blocks": 0, "ranges": [], "error": None}
+        told = {"block_size": size, "num_blocks": hashes, "workers": rows, "shared_cache": shared}
+        _send(reply, 200, told)
+
+    def _cached(self, group: "Group", asked: _Prompt) -> "dict[PrefillerId, int] | None":
+        """Return what each prefiller should have of a prompt; None if nobody follows that."""
+        tokens, blocks = _tokens(asked), _blocks(asked)
+        ticket = Ticket(tokens, blocks=blocks, block_tokens=float(asked.block_size))
+        now_ns = round(self._groups.context.clock() * 1e9)
+        prefillers = group.intake.scheduler.prefillers
+        return prefillers.cached_tokens(PrefillRequest(RequestId(0), ticket, tokens, now_ns))
+
+    def _dump(self, _request: HttpRequest, _reply: Reply) -> None:
+        raise _RefusedError(501, _NO_DUMP)
 
     def _books(self) -> dict[tuple[Any, ...], dict[str, Any]]:
         """Return what each engine has, by its group, role and name."""
@@ -341,7 +417,7 @@ class SelectService:
             named = self._worker(group, asked)
             decodes = isinstance(named[0], Rank)
             eligible = _only(group, named)
-        blocks = asked.sequence_hashes[: tokens // asked.block_size]
+        blocks = _blocks(asked)
         session = "" if asked.session_id is None else asked.session_id
         found = self._selector.select(
             Asked(
@@ -353,7 +429,7 @@ class SelectService:
                 prefilled=decodes,
                 eligible=eligible,
                 session=_number(session),
-                blocks=tuple(one & _HASH for one in blocks),
+                blocks=blocks,
                 block_tokens=float(asked.block_size) if blocks else 0.0,
             )
         )
@@ -515,6 +591,12 @@ def _tokens(asked: _Prompt) -> int:
     if asked.isl_tokens is None:
         raise _RefusedError(400, "isl_tokens is required without token_ids")
     return asked.isl_tokens
+
+
+def _blocks(asked: _Prompt) -> tuple[int, ...]:
+    """Return the hashes of a prompt's full blocks, as tickets have them."""
+    most = _tokens(asked) // asked.block_size
+    return tuple(one & _HASH for one in asked.sequence_hashes[:most])
 
 
 def _number(session: str) -> int:

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from balanceroute.proxy.capacity import LoadFollower
 from balanceroute.proxy.core.admission import Rate, TenantLimits
 from balanceroute.proxy.core.setting import Setting, settings_of
+from balanceroute.proxy.live import select_service
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.leader.leadership import LeaderMetrics, Standing
@@ -231,6 +232,12 @@ def routes_page() -> Iterator[str]:
     yield table_head("route", "served by")
     for words, alike in groupby((*ROUTES, *CONTROL), _served_by):
         yield table_row(", ".join(chain.from_iterable(map(_methods, alike))), words)
+    yield "\n## The select service\n\nWith `--select-key-file`, on its own port, from `proxy/live/select_service.py`.\n"
+    yield table_head("route", "what it does")
+    declared = select_service.__doc__
+    assert declared is not None
+    for method, paths, words in re.findall(r"(?m)^ {4}([A-Z]+) +(/.*?) {2,}(.+)$", declared):
+        yield table_row(f"`{method} {paths}`", words)
 
 
 def _methods(route: Route) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.script import ROOT, script
 from tests.support.site import Exchanged, Scenario, Site, play, play_groups
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live import select_service
 from balanceroute.proxy.live.select_service import (
     _MOST_ASKED,
     BLOCK_TOKENS,
@@ -232,6 +234,9 @@ def test_without_a_key_nothing_is_told(header: "Headers", tmp_path: Path) -> Non
             ("/loads", "GET"),
             ("/workers", "GET"),
             ("/reservations/one", "DELETE"),
+            ("/potential_loads", "POST"),
+            ("/overlap_scores", "POST"),
+            ("/dump", "GET"),
             ("/nowhere", "GET"),
         ):
             answer = await call(site, path, body, method=method, headers=header)
@@ -281,6 +286,90 @@ def test_what_is_wrong_is_told_with_its_place(name: str, tmp_path: Path) -> None
     play(scenario, flags=on(tmp_path))
 
 
+# Of an id no more is made than a text.
+@pytest.mark.parametrize("name", [name for name in BAD if name != "id"])
+@pytest.mark.parametrize("path", ["/potential_loads", "/select"])
+def test_so_it_is_where_nothing_is_reserved(path: str, name: str, tmp_path: Path) -> None:
+    body, words = BAD[name]
+
+    async def scenario(site: Site) -> None:
+        assert words in error(await call(site, path, body), 400)
+
+    play(scenario, flags=on(tmp_path))
+
+
+@asked(prefill_choice="cache-aware")
+async def test_what_engines_would_have_is_told(site: Site) -> None:
+    place = await reserved(site, "one", 100, sequence_hashes=list(range(1, 7)))
+    prefiller = place["worker_id"], place["dp_rank"]
+    rank = await on_rank(site, "two", 50)
+    question = {"isl_tokens": 40, "sequence_hashes": [1, 2, 9]}
+    rows = (await call(site, "/potential_loads", question)).json
+    assert len(rows) == len(await get(site, "/workers"))
+    found = {(one["worker_id"], one["dp_rank"]): one for one in rows}
+    # Two blocks of 16 tokens are there; of 100 tokens that are held 100 stay.
+    assert found[prefiller]["potential_prefill_tokens"] == 100 + 40 - 32
+    assert found[prefiller]["potential_decode_blocks"] == 0
+    row = found[rank["worker_id"], rank["dp_rank"]]
+    assert (row["potential_decode_blocks"], row["active_requests"]) == (6, 1)
+    others = [one for one in rows if one["role"] == "decode" and one is not row]
+    assert {one["potential_decode_blocks"] for one in others} == {3}
+    for name in ("one", "two"):
+        await call(site, f"/reservations/{name}", method="DELETE")
+    assert len(service_of(site)._selector) == 0
+
+
+@asked(prefill_choice="cache-aware")
+async def test_what_prefix_caches_should_have_is_told(site: Site) -> None:
+    place = await reserved(site, "one", 100, sequence_hashes=list(range(1, 7)))
+    told: Any = {}
+    mores: tuple[dict[str, object], ...] = ({}, {"isl_tokens": 1000}, {"token_ids": [5]})
+    for more in mores:
+        told = (await call(site, "/overlap_scores", {"sequence_hashes": [1, 2, 9]} | more)).json
+        assert (told["block_size"], told["num_blocks"]) == (BLOCK_TOKENS, 3)
+        assert not told["shared_cache"]["enabled"]
+        for row in told["workers"]:
+            blocks = 2 * (row["worker_id"] == place["worker_id"])
+            assert (row["device_blocks"], row["router_credit_blocks"]) == (blocks, blocks)
+            assert row["disk_blocks"] == row["host_pinned_extension_blocks"] == 0
+    assert len(told["workers"]) == 2
+    # No more than the prompt has, of which the last token is always computed.
+    short = {"sequence_hashes": [1, 2, 3], "isl_tokens": 32}
+    told = (await call(site, "/overlap_scores", short)).json
+    assert max(one["device_blocks"] for one in told["workers"]) == 1
+    assert "sequence_hashes" in error(await call(site, "/overlap_scores", {"isl_tokens": 5}), 400)
+    many = {"sequence_hashes": [1] * 8193}
+    assert "$.sequence_hashes" in error(await call(site, "/overlap_scores", many), 400)
+    await call(site, "/reservations/one", method="DELETE")
+
+
+@asked()
+async def test_the_table_of_the_module_has_every_route(site: Site) -> None:
+    service, words = service_of(site), select_service.__doc__
+    assert words is not None
+    found = set()
+    for method, paths in re.findall(r"(?m)^ {4}([A-Z]+) +(/.*?) {2,}", words):
+        found |= {(path, method) for path in paths.split(", ")}
+    served = {
+        (path.decode(), method.decode())
+        for path, methods in service._routes.items()
+        for method in methods
+    }
+    for verb, methods in service._of_reservation.items():
+        path = f"/reservations/ID/{verb.decode()}".rstrip("/")
+        served |= {(path, method.decode()) for method in methods}
+    assert found == served
+
+
+@asked(prefill_choice="least-conn")
+async def test_what_nobody_follows_is_refused(site: Site) -> None:
+    body = {"sequence_hashes": [1]}
+    assert "--prefill-choice" in error(await call(site, "/overlap_scores", body), 501)
+    assert "index" in error(await call(site, "/dump", method="GET"), 501)
+    rows = (await call(site, "/potential_loads", {"isl_tokens": 40} | body)).json
+    assert {one["potential_prefill_tokens"] for one in rows if one["role"] == "prefill"} == {40}
+
+
 @asked()
 async def test_large_bodies_are_refused(site: Site) -> None:
     body = {"token_ids": [100_000] * (MAX_BODY_BYTES // 8)}
@@ -311,7 +400,7 @@ async def test_unknown_names_are_told(site: Site) -> None:
         ("/reservations/%00%ff", "DELETE"),
     ):
         assert "no reservation" in error(await call(site, path, method=method), 404)
-    assert "route" in error(await call(site, "/dump", method="GET"), 404)
+    assert "route" in error(await call(site, "/dumps", method="GET"), 404)
     assert "route" in error(await call(site, "/reservations/one/more"), 404)
     assert "method" in error(await call(site, "/select", method="GET"), 405)
     assert "method" in error(await call(site, "/reservations/one", method="GET"), 405)
@@ -556,10 +645,14 @@ def test_the_example_of_a_router_moves_the_bytes(tmp_path: Path) -> None:
         whole = httpx.post(f"{urls['decode'][0]}/v1/completions", json=asked, trust_env=False)
         command = [sys.executable, str(ROOT / "scripts" / "select_client.py")]
         command += [f"--service=http://127.0.0.1:{port}", "--requests=8", "--max-tokens=40"]
+        command += ["--loads"]
         command += [f"--key-file={tmp_path / 'select-keys'}", "a b c d"]
         done = subprocess.run(command, capture_output=True, timeout=100.0, check=False)
         assert done.returncode == 0, done.stderr
         log = proxy.log
+    rows = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [one["role"] for one in rows] == ["prefill", "prefill", "decode", "decode"]
+    assert rows[0]["potential_prefill_tokens"] == 1
     answers = [literal_eval(line) for line in done.stdout.decode().splitlines()]
     assert len(answers) == 8
     # What an engine says that does it all; with a KV cache of another prompt it is another text.

@@ -7,9 +7,9 @@ whole, is charged the prompt of each sequence until it ends. It counts with its 
 `PrefillChoice` selects among the prefillers with room.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -85,6 +85,25 @@ class PrefillChoice(Protocol):
             view: All prefillers.
         """
         ...
+
+
+class _Expected(Protocol):
+    @property
+    def cached_tokens(self) -> int: ...
+
+
+class _Memory(Protocol):
+    def expect(
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId]
+    ) -> Mapping[PrefillerId, _Expected]: ...
+
+
+@runtime_checkable
+class _Remembering(Protocol):
+    """A choice by what prefillers have of earlier prompts."""
+
+    @property
+    def memory(self) -> _Memory: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +383,16 @@ class Prefillers:
         # A prefiller outside of them would be overfilled without notice.
         assert chosen in candidates, f"prefiller {chosen} has no room or is closed"
         return chosen
+
+    def cached_tokens(self, request: PrefillRequest) -> dict[PrefillerId, int] | None:
+        """Return the tokens of a prompt that each prefiller should have; None if the choice goes by none."""
+        choice = self._choice
+        if not isinstance(choice, _Remembering):
+            return None
+        found = choice.memory.expect(
+            request, [PrefillerId(one) for one in range(len(self.is_open))]
+        )
+        return {one: expected.cached_tokens for one, expected in found.items()}
 
     def begin_prefill(self, prefiller: PrefillerId, prompt_tokens: int) -> None:
         """Charge a prefill."""

@@ -200,7 +200,7 @@ class _GivenPrompts(Turns):
 
     def __init__(self, index_blocks: int) -> None:
         super().__init__()
-        self._memory = PrefixMemory(index_blocks)
+        self.memory = PrefixMemory(index_blocks)
 
 
 # `lmetric`: LMetric's product of new prefill tokens and batch size.
@@ -217,12 +217,12 @@ class LMetric(_GivenPrompts):
     def choose(
         self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
     ) -> PrefillerId:
-        expected = self._memory.expect(request, candidates)
+        expected = self.memory.expect(request, candidates)
         chosen = self.least(
             candidates,
             lambda one: (request.tokens - expected[one].cached_tokens) * (under_way(view, one) + 1),
         )
-        self._memory.add(request, chosen)
+        self.memory.add(request, chosen)
         return chosen
 
 
@@ -248,14 +248,14 @@ class CacheAware(_GivenPrompts):
     ) -> PrefillerId:
         busy = {prefiller: under_way(view, prefiller) for prefiller in candidates}
         most, least = max(busy.values()), min(busy.values())
-        expected = self._memory.expect(request, candidates)
+        expected = self.memory.expect(request, candidates)
         longest = max(found.cached_tokens for found in expected.values())
         imbalanced = most - least > _BALANCE_ABS_THRESHOLD and most > _BALANCE_REL_THRESHOLD * least
         if imbalanced or longest <= _CACHE_THRESHOLD * request.tokens:
             chosen = self.least(candidates, busy.__getitem__)
         else:
             chosen = self.least(candidates, lambda one: -expected[one].cached_tokens)
-        self._memory.add(request, chosen)
+        self.memory.add(request, chosen)
         return chosen
 
 
@@ -307,7 +307,7 @@ class PrefixAware:
 
     def __init__(self, index_blocks: int, engine_blocks: EngineBlocks | None = None) -> None:
         self.observer = self._observe
-        self._memory = PrefixMemory(index_blocks, engine_blocks)
+        self.memory = PrefixMemory(index_blocks, engine_blocks)
         self._work = PrefillWork()
         self._turns = Turns()
 
@@ -316,7 +316,7 @@ class PrefixAware:
     ) -> PrefillerId:
         del view
         work, now_ns = self._work, request.now_ns
-        expected = self._memory.expect(request, candidates)
+        expected = self.memory.expect(request, candidates)
 
         def cost(prefiller: PrefillerId) -> float:
             uncached = request.tokens - expected[prefiller].cached_tokens
@@ -327,8 +327,8 @@ class PrefixAware:
 
         chosen = self._turns.least(candidates, cost)
         found = expected[chosen]
-        self._memory.add(request, chosen)
-        self._memory.watch(request, chosen, found)
+        self.memory.add(request, chosen)
+        self.memory.watch(request, chosen, found)
         work.begin(request.request, chosen, request.tokens - found.cached_tokens, now_ns)
         return chosen
 
@@ -336,7 +336,7 @@ class PrefixAware:
         if isinstance(event, _ENDS):
             done = event if isinstance(event, PrefillDone) else None
             computed = None if done is None else done.prompt_tokens - (done.cached_tokens or 0)
-            self._memory.ended(event.request, done)
+            self.memory.ended(event.request, done)
             self._work.end(event.request, computed, now_ns)
 
 

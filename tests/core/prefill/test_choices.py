@@ -247,7 +247,7 @@ def test_without_prefixes_the_least_work_takes_it(new_driver: "type[Driver]") ->
 def test_what_engines_dropped_is_forgotten(new_driver: "type[Driver]") -> None:
     site = Site(new_driver)
     site.warm_up()
-    memory = site.choice._memory
+    memory = site.choice.memory
     request, home = site.arrive(*range(10))
     site.done(request, 1_001, 0)
     index = memory._indices[home]
@@ -269,7 +269,7 @@ def test_a_restarted_engine_is_noticed_at_the_second_miss(new_driver: "type[Driv
     site.warm_up()
     request, home = site.arrive(*range(10))
     site.done(request, 1_001, 0)
-    index = site.choice._memory._indices[home]
+    index = site.choice.memory._indices[home]
     for number in (1, 2):
         assert index._tables
         request, prefiller = site.arrive(*range(10), 20 + number)
@@ -284,7 +284,7 @@ def test_nothing_is_kept_of_requests_that_ended(new_driver: "type[Driver]") -> N
     for request in requests[:10]:
         site.done(request, 501)
     site.driver(*(RequestCancelled(request) for request in requests[10:]))
-    assert not site.choice._memory._running
+    assert not site.choice.memory._running
     assert not site.choice._work._places
     assert all(not queue.jobs for queue in site.choice._work._queues.values())
 

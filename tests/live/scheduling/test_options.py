@@ -260,7 +260,7 @@ async def test_blind_choices_do_not(site: Site) -> None:
 async def test_engines_that_lost_their_caches_are_noticed(site: Site) -> None:
     await converse(site, conversations=3, length=1)
     prefillers = site.world.scheduler.prefillers
-    memory = prefillers._choice._memory  # type: ignore[attr-defined]
+    memory = prefillers._choice.memory  # type: ignore[attr-defined]
     assert all(index._tables for index in memory._indices.values())
     for engine in site.fleet.engines[:3]:
         for cache in engine.work._caches._caches:

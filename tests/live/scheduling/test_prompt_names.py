@@ -97,7 +97,7 @@ async def test_what_other_prefillers_computed_is_found_by_its_text(site: Site) -
     (seen,) = site.received("prefill", CHAT)
     other = next(one for one in ("prefill/0", "prefill/1") if one != seen.engine)
     assert (await site.ask(other, CHAT, body)).status == 200
-    blocks = site.world.scheduler.prefillers._choice._memory._reported  # type: ignore[attr-defined]
+    blocks = site.world.scheduler.prefillers._choice.memory._reported  # type: ignore[attr-defined]
     await site.until(lambda: min(map(blocks.engines.blocks, (0, 1))) > 50)
     (text,) = blocks.engines.texts._prompts.values()
     assert [blocks.engines.leading(one, text.tokens) for one in (0, 1)] == [len(text.tokens)] * 2
