@@ -104,6 +104,8 @@ MAY_IMPORT = {
         *("proxy.live.engines", "proxy.live.frontend", "proxy.live.openai"),
         *("proxy.live.request", "proxy.live.scheduling", "proxy.live.telemetry"),
     },
+    "proxy.live.replica_choices": {"proxy.core", "proxy.live.scheduling", "predictors"},
+    "proxy.live.ray_router": {"proxy.core", "proxy.live.replica_choices"},
     "proxy.live.picker": {
         *("proxy.core", "proxy.wire", "proxy.live.engines", "proxy.live.frontend"),
         *("proxy.live.openai", "proxy.live.scheduling", "proxy.live.selection"),
@@ -172,17 +174,17 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_750, 37),
     "proxy/wire": (7_650, 24),
-    "proxy/live": (37_950, 123),
+    "proxy/live": (38_550, 125),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (6_000, 26),
     "predictors": (3_750, 13),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
     "engine_patch": (650, 5),
-    "scripts": (17_600, 46),
+    "scripts": (17_650, 46),
     "tests/support": (12_550, 43),
     # All of it.
-    "tests": (113_950, 406),
+    "tests": (114_550, 409),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -13,6 +13,7 @@ COMMANDS = {
     "engines": "checks.engines",
     "gateway": "checks.gateway",
     "http3": "checks.http3",
+    "ray": "checks.clients",
 }
 
 if __name__ == "__main__":

@@ -333,3 +333,19 @@ def clients(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
                     results += group
             results.append(check_nothing_is_held(proxy))
     return 1 if report(results) else 0
+
+
+def ray(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Ray Serve with our request router, against its own, before emulated ranks.
+
+    Makes a virtual environment in build/ray on its first run, and starts a Ray of its own on loopback. Each
+    choice must be the one that a scheduler makes that is told the same, no replica may have more than its slots,
+    and ranks must idle less than with Ray's power-of-two router on the same load. Takes a minute.
+    """
+    parser.parse_args(words)
+    python = environment(ROOT / "build" / "ray", "-e", f"{ROOT}[ray]", "pytest")
+    # The project's conftest asks for what its other tests need.
+    options = ["--noconftest", "-q", "-p", "no:cacheprovider", "--disable-warnings", "-rs"]
+    test = ROOT / "tests" / "live" / "test_ray_router.py"
+    done = subprocess.run([python, "-m", "pytest", *options, test], cwd=ROOT, check=False)
+    return done.returncode

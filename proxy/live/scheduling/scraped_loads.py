@@ -141,8 +141,8 @@ _EMPTY = 3  # Readings without a request until it is believed that there is none
 
 
 @dataclass(slots=True)
-class _Pace:
-    """One rank."""
+class RankPace:
+    """Counts the rounds of one rank, see `RankPaces`."""
 
     output_tokens: float = -1.0  # As read last; negative before.
     running: float = 0.0
@@ -150,6 +150,21 @@ class _Pace:
     rounds: float = 0.0  # Made since this process began to read.
     rounds_per_s: float = 0.0
     empty_s: tuple[float, ...] = ()  # When the latest readings were, if they told of no request.
+
+    def read(self, output_tokens: float, running: float, now_s: float) -> None:
+        """Take in what the rank has made in all, and how many sequences it runs."""
+        made, elapsed_s = output_tokens - self.output_tokens, now_s - self.read_s
+        if self.output_tokens >= 0.0 and made >= 0.0 and elapsed_s > 0.0:
+            # At least what runs had a token each; requests that came and ended are not seen.
+            rounds = made / max(1.0, (self.running + running) / 2)
+            self.rounds += rounds
+            self.rounds_per_s = rounds / elapsed_s
+        self.output_tokens, self.running, self.read_s = output_tokens, running, now_s
+
+    def rounds_at(self, now_s: float) -> float:
+        return self.rounds + self.rounds_per_s * min(now_s - self.read_s, _STALE_S) * (
+            self.running > 0.0
+        )
 
 
 class RankPaces:
@@ -166,7 +181,7 @@ class RankPaces:
         self._instances = instances
         self._clock = clock
         self.block_tokens: int | None = None  # Tokens of a KV block, as the ranks tell.
-        self._paces: dict[RankId, _Pace] = {}
+        self._paces: dict[RankId, RankPace] = {}
 
     def scraped(self, target: Target, gauges: EngineGauges) -> None:
         """Take in a page of metrics."""
@@ -178,24 +193,15 @@ class RankPaces:
             load, total = load_of(rank, gauges), _output_of(rank, gauges)
             if load is None or total is None:
                 continue
-            pace = self._paces.setdefault(rank.id, _Pace())
+            pace = self._paces.setdefault(rank.id, RankPace())
             busy = load.running + load.waiting > 0.0
             pace.empty_s = () if busy else (*pace.empty_s[1 - _EMPTY :], now_s)
-            made, elapsed_s = total - pace.output_tokens, now_s - pace.read_s
-            if pace.output_tokens >= 0.0 and made >= 0.0 and elapsed_s > 0.0:
-                # At least what runs had a token each; requests that came and ended are not seen.
-                rounds = made / max(1.0, (pace.running + load.running) / 2)
-                pace.rounds += rounds
-                pace.rounds_per_s = rounds / elapsed_s
-            pace.output_tokens, pace.running, pace.read_s = total, load.running, now_s
+            pace.read(total, load.running, now_s)
 
     def rounds(self, rank: RankId) -> float:
         """Return how many rounds a rank has made, since it was first read; 0 if it tells nothing."""
         pace = self._paces.get(rank)
-        if pace is None:
-            return 0.0
-        age_s = self._clock() - pace.read_s
-        return pace.rounds + pace.rounds_per_s * min(age_s, _STALE_S) * (pace.running > 0.0)
+        return 0.0 if pace is None else pace.rounds_at(self._clock())
 
     def empty_since_s(self, rank: RankId) -> float | None:
         """Return since when a rank has no request, by three readings in a row; None if it may have one."""
