@@ -24,7 +24,7 @@ from checks.fleet import (
     python_of_vllm,
     running,
 )
-from checks.ids import CutChecks, GroupChecks, IdChecks, PairingChecks
+from checks.ids import CutChecks, GroupChecks, IdChecks, PairingChecks, VersionChecks
 from checks.legs import LegChecks, PauseChecks, TokenChecks, TraceChecks
 from checks.packages import Result
 
@@ -160,6 +160,8 @@ def check(
             if connector == "nixl":
                 more = [KvChecks(fleet), ClientChecks(fleet), LocalityChecks(fleet)]
                 more += [PairingChecks(fleet, what[-1]), IdChecks(fleet)]
+                if "PYTHONPATH" in variables:
+                    more.append(VersionChecks(fleet, what[-1]))
             groups = [
                 TraceChecks(fleet),
                 TokenChecks(fleet),

@@ -15,6 +15,7 @@ from checks.fleet import (
     BLOCK_TOKENS,
     CLIENT,
     SUCCESSES,
+    VLLM,
     Checks,
     Engine,
     Fleet,
@@ -382,35 +383,42 @@ class PairingChecks(Checks):
         self._order = order
 
     def check_an_engine_with_another_kv_cache_is_never_paired(self) -> str:
-        with self._other() as other:
-            decode = [engine.url for engine in (*self._fleet.decoders, other)]
-            with self._fleet.proxy("pairs", "--policy", "round-robin", decode=decode) as proxy:
-                until(lambda: bool(_unfit(proxy).get(other.url)), "the engine is found unfit")
-                reason = _unfit(proxy)[other.url]
-                assert _DTYPE in reason, reason
-                assert list(_unfit(proxy)) == [other.url], _unfit(proxy)
-                self._served(proxy)
-                assert other.metric(SUCCESSES) == 0, "it was given requests"
-                failures = metric(proxy.url, _FAILURES)
-                assert failures == 0, f"{failures:.0f} KV transfers failed"
-            with self._fleet.proxy("held", decode=[other.url]) as proxy:
-                until(lambda: bool(_unfit(proxy).get(other.url)), "the only rank is unfit")
-                _refused(proxy)
-            # Otherwise nothing was held back that needed it.
-            flags = ("--no-check-pairs", "--retry-attempts", "1")
-            with self._fleet.proxy("unchecked", *flags, decode=[other.url]) as proxy:
-                _refused(proxy)
-                assert metric(proxy.url, _FAILURES), "the engines took such a pair"
-        return f"{_REQUESTS} requests exact without it, alone it is refused; {reason}"
+        with self._other(f"--kv-cache-dtype={_DTYPE}") as other:
+            return self._never_paired(other, _DTYPE)
 
     # How it is done.
 
+    def _never_paired(self, other: Engine, sign: str) -> str:
+        """Run proxies before an engine that does not fit; `sign` is of the reason."""
+        decode = [engine.url for engine in (*self._fleet.decoders, other)]
+        with self._fleet.proxy(f"pairs {sign}", "--policy", "round-robin", decode=decode) as proxy:
+            until(lambda: bool(_unfit(proxy).get(other.url)), "the engine is found unfit")
+            reason = _unfit(proxy)[other.url]
+            assert sign in reason, reason
+            assert list(_unfit(proxy)) == [other.url], _unfit(proxy)
+            self._served(proxy)
+            assert other.metric(SUCCESSES) == 0, "it was given requests"
+            failures = metric(proxy.url, _FAILURES)
+            assert failures == 0, f"{failures:.0f} KV transfers failed"
+        with self._fleet.proxy(f"held {sign}", decode=[other.url]) as proxy:
+            until(lambda: bool(_unfit(proxy).get(other.url)), "the only rank is unfit")
+            _refused(proxy, sign)
+        with self._fleet.proxy(f"reverse {sign}", prefill=[other.url]) as proxy:
+            until(lambda: bool(_unfit(proxy)), "the only prefiller fits no rank")
+            _refused(proxy, sign)
+        # Otherwise nothing was held back that needed it.
+        flags = ("--no-check-pairs", "--retry-attempts", "1")
+        with self._fleet.proxy(f"unchecked {sign}", *flags, decode=[other.url]) as proxy:
+            _refused(proxy)
+            assert metric(proxy.url, _FAILURES), "the engines took such a pair"
+        return f"{_REQUESTS} requests exact without it, alone in a role it is refused; {reason}"
+
     @contextmanager
-    def _other(self) -> Iterator[Engine]:
-        flags = (*self._order.flags, f"--kv-cache-dtype={_DTYPE}")
-        environment = {**(self._order.environment or {}), _SIDE_PORT: str(free_port(2))}
+    def _other(self, *flags: str, **variables: str) -> Iterator[Engine]:
+        environment = {**(self._order.environment or {}), _SIDE_PORT: str(free_port(2))} | variables
         # Its steps are not those of the fleet's ranks.
         environment.pop("BALANCEROUTE_STEP_TRACE", None)
+        flags = (*self._order.flags, *flags)
         order = replace(self._order, name="other", flags=flags, environment=environment)
         with running([order], self._fleet.folder) as (engine,):
             yield engine
@@ -428,10 +436,20 @@ def _unfit(proxy: Proxy) -> dict[str, str]:
     return {row["url"]: row["unfit"] for row in proxy.instances() if "unfit" in row}
 
 
-def _refused(proxy: Proxy) -> None:
+def _refused(proxy: Proxy, sign: str = "") -> None:
+    """Ask for what cannot be; the answer names the reason that has `sign`."""
     path, body = completion("def refused():")
     answer = CLIENT.post(f"{proxy.url}{path}", json=body, timeout=60.0)
     assert answer.status_code >= 500, f"{answer.status_code}: {answer.text[:300]}"
+    assert sign in answer.text, f"nothing of {sign}: {answer.text[:300]}"
+
+
+class VersionChecks(PairingChecks):
+    """An engine of the CPU build's own version beside those of another one."""
+
+    def check_an_engine_of_another_version_is_never_paired(self) -> str:
+        with self._other(PYTHONPATH="") as other:
+            return self._never_paired(other, f"vLLM {VLLM}")
 
 
 # Data-parallel groups, which end together.
