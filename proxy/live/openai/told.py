@@ -25,12 +25,16 @@ from balanceroute.proxy.wire.sse import event_data
 _MOST_KEPT = 1 << 20
 _PLACE = 64  # Of each place where something stands.
 _MOST_PIECES = 256
+_MOST_AHEAD = 64  # Events of a choice with something new, before all of it has come again.
 _MOST_DEPTH = 16
 # Members that say what something is, and are said once.
 _SAID_ONCE = frozenset({"id", "role", "type"})
 # What stands there, or null, if a part of an event has nothing new.
 _STAYS = frozenset({"delta", "text", "token_ids"})
 _NULL = frozenset({"logprobs", "prompt_token_ids"})
+# What is told of each token beside the text.
+_BESIDE = ("logprobs", "token_ids")
+_SAYS = ("delta", "text", *_BESIDE)
 _FINISH = "finish_reason"
 _REASONS = frozenset({_FINISH, "stop_reason", "matched_stop"})
 
@@ -194,9 +198,21 @@ class Told:
 
 
 class ToldChoices(Told):
-    """The same of a stream whose events have choices: chats, completions, and ids."""
+    """The same of a stream whose events have choices: chats, completions, and ids.
 
-    __slots__ = ()
+    Parsers of calls hold text back, by how tokens were cut into events; log-probabilities are told at once.
+    So one of them may have something new while the other one still comes again: what is new waits.
+    """
+
+    __slots__ = ("_ahead",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ahead: dict[int, list[bytes]] = {}  # What waits, of each choice.
+
+    def begin_again(self) -> None:
+        super().begin_again()
+        self._ahead.clear()
 
     def tell(self, event: bytes) -> bytes:
         if self.lost:
@@ -227,7 +243,7 @@ class ToldChoices(Told):
             if self.repeating:
                 raise DiffersError  # The end, or what nobody can read.
             return event
-        going_on = []
+        going_on: list[bytes] = []
         for choice in choices_of(message):
             index = _index(choice)
             says_more = self._leave_out(index, (), choice)
@@ -236,13 +252,22 @@ class ToldChoices(Told):
                 self._stop_repeating(index)
             elif choice.get(_FINISH) is not None:
                 says_more |= not self._repeat(index, (_FINISH,), [choice[_FINISH]])
-            if says_more and index in self._left:
-                raise DiffersError
-            if says_more:
-                going_on.append(choice)
-        if not going_on:
-            return b""
-        return b"data: %b\n\n" % dump_compact(message | {"choices": going_on})
+            new = [b"data: %b\n\n" % dump_compact(message | {"choices": [choice]})] * says_more
+            if index not in self._left:
+                going_on += self._ahead.pop(index, []) + new
+            elif new:
+                self._ahead.setdefault(index, []).extend(new)
+                if not self._may_wait(index, choice):
+                    raise DiffersError
+        return b"".join(going_on)
+
+    def _may_wait(self, index: int, new: Mapping[str, Any]) -> bool:
+        """Return whether what is new of a choice is of text, and what still comes again is not, or the reverse."""
+        if new.get(_FINISH) is not None or len(self._ahead[index]) > _MOST_AHEAD:
+            return False
+        left = {place[0] in _BESIDE for place, one in self._grown[index].items() if one.left()}
+        said = {name in _BESIDE for name in _SAYS if _says_anything(new.get(name))}
+        return not left & said
 
     def _tell(self, index: int, path: Path, members: dict[str, Any]) -> bool:
         """Note what an object says; return whether a member of it was put right."""
@@ -325,6 +350,10 @@ def _constant(name: str | int, value: str) -> str:
 def _index(part: Mapping[str, Any]) -> int:
     index = part.get("index")
     return index if type(index) is int else 0
+
+
+def _says_anything(value: object) -> bool:
+    return any(map(_says_anything, value.values())) if isinstance(value, dict) else bool(value)
 
 
 def _are_parts(value: list[Any]) -> bool:

@@ -236,6 +236,62 @@ def test_a_stream_that_grew_too_long_while_it_was_repeated_ends(
         told.leave_out(chat(1, content="x"))
 
 
+def call_with_logprobs(tokens: str, held: int, sizes: Iterable[int]) -> list[bytes]:
+    """Return the events of a call whose parser holds so many tokens back, in events of so many tokens."""
+    events, said, at = [OPENING, begun()], 0, 0
+    for size in sizes:
+        at, before = min(len(tokens), at + size), at
+        ended = at == len(tokens)
+        until = max(said, at if ended else at - held)
+        more = {"tool_calls": [{"index": 0, "function": {"arguments": tokens[said:until]}}]}
+        choice: dict[str, Any] = {"index": 0, "delta": more if until > said else {}}
+        choice["logprobs"] = {"content": [{"token": one} for one in tokens[before:at]]}
+        choice["finish_reason"] = "tool_calls" if ended else None
+        events.append(event(id="a", choices=[choice]))
+        said = until
+        if ended:
+            return events
+    raise AssertionError
+
+
+@pytest.mark.parametrize("held", [*itertools.product([0, 1, 3], repeat=2)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_arguments_and_log_probabilities_come_again_out_of_step(
+    held: tuple[int, int], size: int
+) -> None:
+    tokens = '{"a": "some words"}'
+    first = call_with_logprobs(tokens, held[0], itertools.repeat(1))
+    again = call_with_logprobs(tokens, held[1], itertools.chain([3], itertools.repeat(size)))
+    for broken in range(1, len(first)):
+        told = ToldChoices()
+        got = passed(told, first[:broken])
+        told.begin_again()
+        choices = choices_of(got + passed(told, again))
+        parts = [part for one in choices for part in one["delta"].get("tool_calls", ())]
+        assert "".join(one["function"].get("arguments", "") for one in parts) == tokens
+        entries = [
+            one for choice in choices for one in (choice["logprobs"] or {}).get("content", ())
+        ]
+        assert "".join(one["token"] for one in entries) == tokens
+        assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["tool_calls"]
+
+
+def test_what_waits_has_a_limit_and_an_end() -> None:
+    told = ToldChoices()
+    passed(told, call_with_logprobs("a" * 200, 1, itertools.repeat(1))[:150])
+    told.begin_again()
+    # What was said of tokens never comes again.
+    assert passed(told, [OPENING, begun()]) == []
+    ahead = [argument("a" * 147), *[argument("a")] * 64]
+    assert passed(told, ahead) == []
+    with pytest.raises(DiffersError):
+        told.leave_out(argument("a"))
+    told.begin_again()
+    assert passed(told, [OPENING, begun(), argument("a" * 148)]) == []
+    with pytest.raises(DiffersError):
+        told.leave_out(chat(finish_reason="tool_calls"))
+
+
 def test_values_of_an_engine_may_be_of_any_kind() -> None:
     strange: Any
     for strange in (
