@@ -11,7 +11,6 @@ COMMANDS = {
     "bodies": "bench.serving",
     "dispatch": "bench.decisions",
     "grants": "bench.decisions",
-    "http3": "bench.serving",
     "predictors": "bench.decisions",
     "prefix-index": "bench.decisions",
     "proxy": "bench.proxy",

@@ -272,7 +272,7 @@ def dispatch(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
-GRANTS, IN_FLIGHT = 20_000, 1_024
+GRANTS, IN_FLIGHT, QUEUED = 20_000, 1_024, (4_096, 409_600)
 
 
 def grant_times(cost: str, order: str, tenants: int, queued: int) -> list[float]:
@@ -320,10 +320,9 @@ def grants(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     settlement of an earlier one. The queue stays as long as it is; what is added for that is not counted.
     """
     parser.add_argument("--tenants", type=positive, default=1_000)
-    parser.add_argument("--queued", type=positive, nargs="*", default=[4_096, 409_600])
     arguments = parser.parse_args(words)
     print(table_head("tenants:", "queued:", "order", "`--fair-queue`", "p50, us:", "p99, us:"))
-    for queued in arguments.queued:
+    for queued in QUEUED:
         for order in ("fcfs", "edf"):
             for cost in FAIR_COSTS:
                 cuts = quantiles(grant_times(cost, order, arguments.tenants, queued), n=100)

@@ -208,9 +208,7 @@ def proxy(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         on_cores(others),
         engine(arguments.step_ms, ranks=arguments.ranks, slots=arguments.slots) as behind,
         on_cores(own),
-        targets(
-            behind, variants(arguments, flags), routers, Path(logs), floor=arguments.floor
-        ) as all_targets,
+        targets(behind, variants(arguments, flags), routers, Path(logs)) as all_targets,
         on_cores(others),
     ):
         rows = _run(plan, all_targets, behind, repeats)
@@ -282,17 +280,9 @@ def _add_targets(parser: argparse.ArgumentParser) -> None:
         help="balanceroute with so many threads of the native library too; may be given more than once",
     )
     parser.add_argument(
-        "--floor",
-        action="store_true",
-        help="a native relay too, which moves bytes and reads none (needs cargo)",
-    )
-    parser.add_argument(
         "--stalled",
         action="store_true",
         help="long streams alone, and balanceroute too with a thread that holds Python for 50 ms ten times a second",
-    )
-    parser.add_argument(
-        "--traces", action="store_true", help="balanceroute with a trace of every request too"
     )
     parser.add_argument(
         "--python",

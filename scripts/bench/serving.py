@@ -1,4 +1,4 @@
-"""What else costs the proxy: HTTP/3, and large bodies."""
+"""What large bodies cost the proxy."""
 
 import argparse
 import asyncio
@@ -6,10 +6,7 @@ import json
 import multiprocessing
 import random
 import socket
-import ssl
-import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -18,148 +15,18 @@ from pathlib import Path
 from typing import Protocol
 
 import uvloop
-from tests.support.arguments import positive
-from tests.support.certificate import make_certificate
 
 from balanceroute.proxy.__main__ import main as cli
 from balanceroute.proxy.live import serve
-from balanceroute.proxy.live.http3_listener import Http3Listener
 from balanceroute.proxy.live.proxy import Proxy
-from balanceroute.proxy.live.settings.declared import Http3Settings
-from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Server
-from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
-from balanceroute.proxy.wire.messages import Caller, HttpRequest, Reply, ServerLimits
+from balanceroute.proxy.wire.messages import HttpRequest, Reply, ServerLimits
 from experiment import right, table_head, table_row
 
 HOST = "127.0.0.1"
 MIB = 1 << 20
-STEP_S, _LIMIT_S = 0.01, 600.0
-VARIANTS = ("HTTP/1.1", "https", "HTTP/3")
-# A chunk of a real vLLM stream, without log-probabilities.
-EVENT = (
-    b'data: {"id":"chatcmpl-a9f421953f01eda3","object":"chat.completion.chunk","created":1795230203,'
-    b'"model":"tiny","choices":[{"index":0,"delta":{"content":" the"},"logprobs":null,'
-    b'"finish_reason":null,"token_ids":null}]}\n\n'
-)
-
-
-class Stepping:
-    """Writes an event to every stream per step, once there are so many."""
-
-    def __init__(self, streams: int, events: int) -> None:
-        self._streams, self._events = streams, events
-        self._replies: list[Reply] = []
-        self.begun_s = self.took_s = 0.0
-
-    def __call__(self, request: HttpRequest, reply: Reply) -> None:
-        reply.start(200, [(b"content-type", b"text/event-stream")])
-        self._replies.append(reply)
-        if len(self._replies) == self._streams:
-            replies, self._replies = self._replies, []
-            self.begun_s = time.process_time()
-            self._step(replies, self._events)
-
-    def _step(self, replies: list[Reply], left: int) -> None:
-        call_later = asyncio.get_running_loop().call_later
-        if not left:
-            self.took_s = time.process_time() - self.begun_s
-            for reply in replies:
-                reply.end()
-            return
-        for reply in replies:
-            reply.write(EVENT)
-        call_later(STEP_S, self._step, replies, left - 1)
-
-
-def serve_streams(pipe: Connection, folder: Path, streams: int, events: int) -> None:
-    """Serve each variant; tell after each round what it took."""
-
-    async def listen() -> None:
-        loop = asyncio.get_running_loop()
-        application = Stepping(streams, events)
-        plain, secure = Server(application), Server(application)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
-        await plain.start(HOST, 0)
-        await secure.start(HOST, 0, ssl=context)
-        settings = Http3Settings(http3_streams=streams)
-        listener = Http3Listener(settings, folder / "cert.pem", folder / "key.pem")
-        await listener.start(secure.service, secure.addresses)
-        pipe.send((plain.port, secure.port))
-        asked = asyncio.Event()
-        loop.add_reader(pipe.fileno(), asked.set)
-        while True:
-            await asked.wait()
-            if pipe.recv() is None:
-                break
-            asked.clear()
-            pipe.send(application.took_s)
-        loop.remove_reader(pipe.fileno())
-
-    uvloop.run(listen())
-
-
-async def one_round(make: Callable[[], Caller], streams: int) -> None:
-    """Read so many streams to their end."""
-    caller = make()
-    asked = (
-        fetch(caller, b"POST", b"/", [], b"{}", timeout_s=_LIMIT_S, max_bytes=1 << 30)
-        for _ in range(streams)
-    )
-    answers = await asyncio.gather(*asked)
-    assert all(answer.status == 200 for answer in answers)
-    caller.close()
-    await asyncio.sleep(0.05)
-
-
-def http3(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
-    """What an event of a stream costs the server: over HTTP/1.1, https and HTTP/3.
-
-    The server is a process of its own that writes one event to each stream per step, as a decode step does,
-    and only its CPU time counts: its Python, uvloop and the kernel on its behalf. The variants take turns, so
-    that they share what the machine does meanwhile. Prints the median of the rounds with the smallest and the
-    largest one, and the ratio to https.
-    """
-    parser.add_argument("--streams", type=positive, default=64, metavar="N")
-    parser.add_argument("--events", type=positive, default=200, metavar="N")
-    parser.add_argument("--rounds", type=positive, default=5, metavar="N")
-    chosen = parser.parse_args(words)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        cert, _ = make_certificate(folder)
-        ours, theirs = multiprocessing.Pipe()
-        server = multiprocessing.get_context("spawn").Process(
-            target=serve_streams, args=(theirs, folder, chosen.streams, chosen.events)
-        )
-        server.start()
-        plain, secure = ours.recv()
-        context = ssl.create_default_context(cafile=cert)
-        makers: dict[str, Callable[[], Caller]] = {
-            "HTTP/1.1": lambda: Endpoint(HOST, plain),
-            "https": lambda: Endpoint(HOST, secure, ssl=context),
-            "HTTP/3": lambda: Http3Endpoint(HOST, secure, trust=Trust(str(cert))),
-        }
-        events = chosen.streams * chosen.events
-        costs: dict[str, list[float]] = {one: [] for one in VARIANTS}
-        for _ in range(chosen.rounds + 1):  # The first one warms up.
-            for variant, make in makers.items():
-                uvloop.run(one_round(make, chosen.streams))
-                ours.send(True)
-                costs[variant].append(1e6 * ours.recv() / events)
-        ours.send(None)
-        server.join()
-    usual = statistics.median(costs["https"][1:])
-    print(f"{chosen.streams} streams of {chosen.events} events")
-    for variant, found in costs.items():
-        middle = statistics.median(found[1:])
-        span = f"{min(found[1:]):.1f} to {max(found[1:]):.1f}"
-        print(f"{variant:9} {middle:6.1f} us an event ({span}), {middle / usual:.2f} x https")
-    return 0
-
-
 _HEAD = '"model":"m","max_tokens":8,'
-_WAITING_MIB = 4
+_SIZES_MIB, _WAITING, _WAITING_MIB = (1, 4, 16), 16, 4
 
 
 class Gaps(Protocol):
@@ -239,11 +106,7 @@ def bodies(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     timer in the proxy's loop notes the longest time between two of its ticks, of a millisecond each: as
     processor time of the process, which other programs on the machine do not add to, and as wall time.
     """
-    parser.add_argument("--sizes", type=positive, nargs="+", default=[1, 4, 16], metavar="MIB")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME")
-    parser.add_argument(
-        "--waiting", type=positive, default=16, metavar="N", help="requests of 4 MiB"
-    )
     parser.add_argument("--native", default="auto", help="of the proxy")
     arguments = parser.parse_args(words)
     names = ("MiB", "status", "stall ms", "wall ms", "time ms", "peak MB")
@@ -251,15 +114,15 @@ def bodies(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     with proxy(arguments.native, hold=False) as (port, pid, gaps):
         post(port, KINDS["short messages"](1_000))
         for kind in arguments.kinds:
-            for size in arguments.sizes:
+            for size in _SIZES_MIB:
                 cells = one(port, pid, gaps, KINDS[kind](size * MIB))
                 print(table_row(kind, size, *cells), flush=True)
     print()
-    print(table_head("kind", f"MB that {arguments.waiting} waiting of {_WAITING_MIB} MiB hold:"))
+    print(table_head("kind", f"MB that {_WAITING} waiting of {_WAITING_MIB} MiB hold:"))
     for kind in arguments.kinds:
         with proxy(arguments.native, hold=True) as (port, pid, _):
             body = KINDS[kind](_WAITING_MIB * MIB)
-            held = waiting(port, pid, body, arguments.waiting)
+            held = waiting(port, pid, body, _WAITING)
             print(table_row(kind, "refused" if held is None else f"{held / 1e6:.0f}"), flush=True)
     return 0
 

@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import create_server
-from threading import Thread
 from typing import Any
 
 from checks.fleet import environment
@@ -197,7 +195,6 @@ class Variant:
     source: Path = ROOT / ".src"  # What it imports.
     python: Path | None = None  # None for this interpreter.
     program: tuple[str, str] = ("-m", "balanceroute.proxy")
-    traces: bool = False  # Whether it sends a trace of every request.
 
 
 KNOWN = {
@@ -276,8 +273,6 @@ def variants(arguments: argparse.Namespace, flags: list[str]) -> list[Variant]:
         found.append(Variant(f"{count} native thread{'s' * (count > 1)}", [*flags, *threads]))
     for name, one in by_name(arguments.python).items():
         found.append(Variant(name, flags, python=one.path))
-    if arguments.traces:
-        found.append(Variant("traces on", flags, traces=True))
     return found
 
 
@@ -287,49 +282,19 @@ def targets(
     variants: Sequence[Variant],
     routers: Sequence[Router],
     logs: Path,
-    *,
-    floor: bool = False,
 ) -> Iterator[list[Target]]:
-    """Start proxies and other routers, each with a log of its own in a folder; yield them and the engine.
-
-    `floor` is a relay that only moves bytes.
-    """
+    """Start proxies and other routers, each with a log of its own in a folder; yield them and the engine."""
     with ExitStack() as stack:
         run = stack.enter_context
         found = [
             run(balanceroute(one, engine, logs / str(number)))
             for number, one in enumerate(variants)
         ]
-        if floor:
-            found.append(run(bare_relay(engine, logs / "floor")))
         found += [
             run(started(one, [engine.prefill_url], engine.decode_urls, logs / one.name))
             for one in routers
         ]
         yield [*found, engine.direct]
-
-
-@contextmanager
-def collector() -> Iterator[int]:
-    """Take traces, and forget them; yield the port."""
-
-    class Taking(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(200)
-            self.send_header("content-length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, *_: object) -> None:
-            return
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Taking) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port
-        server.shutdown()
 
 
 @contextmanager
@@ -347,9 +312,6 @@ def balanceroute(one: Variant, engine: Engine, log: Path) -> Iterator[Target]:
     command += ["--prefill", engine.prefill_url, "--decode", *engine.decode_urls]
     environment = os.environ | {"PYTHONPATH": str(one.source)}
     with ExitStack() as stack:
-        if one.traces:
-            url = f"http://127.0.0.1:{stack.enter_context(collector())}/v1/traces"
-            command += ["--otlp-traces-endpoint", url]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdout=pipe, text=True, env=environment)
         stack.enter_context(ended(process))
@@ -358,24 +320,6 @@ def balanceroute(one: Variant, engine: Engine, log: Path) -> Iterator[Target]:
         if not said:
             raise SystemExit(f"{one.name} does not start: {command[0]} says why above")
         yield Target(one.name, int(said.rsplit(":", 1)[1]), process)
-
-
-@contextmanager
-def bare_relay(engine: Engine, log: Path) -> Iterator[Target]:
-    """Build and run a native relay that moves bytes between clients and decode ranks, and reads none."""
-    crate, built = ROOT / "proxy" / "pump", str(ROOT / "build" / "native")
-    words = ["cargo", "build", "--quiet", "--release"]
-    words += ["--example", "bare_relay", "--target-dir", built]
-    try:
-        subprocess.run(words, cwd=crate, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise SystemExit(f"the bare relay cannot be built: {error}") from None
-    port = free_port()
-    command = [f"{built}/release/examples/bare_relay", str(port), *map(str, engine.decode)]
-    with log.open("wb") as out, ended(subprocess.Popen(command, stderr=out)) as process:
-        body = json.dumps({"model": "bench", "prompt": "t", "max_tokens": 1}).encode()
-        wait_until_it_answers(port, "/v1/completions", body)
-        yield Target(FLOOR, port, process)
 
 
 def by_name(pythons: Sequence[Interpreter]) -> dict[str, Interpreter]:

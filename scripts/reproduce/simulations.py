@@ -659,7 +659,6 @@ def servegen_trace(parser: argparse.ArgumentParser, words: Sequence[str]) -> int
     """
     parser.add_argument("source", type=Path, help="a checkout of alibaba/ServeGen")
     parser.add_argument("out", type=Path, help="the trace to write")
-    parser.add_argument("--all", action="store_true", help="keep every client")
     arguments = parser.parse_args(words)
     directory = arguments.source / CLIENTS
     clients = sorted(int(path.name.split("-")[1]) for path in directory.glob("*-trace.csv"))
@@ -667,7 +666,7 @@ def servegen_trace(parser: argparse.ArgumentParser, words: Sequence[str]) -> int
         parser.error(f"{directory} holds no client")
     rng = np.random.default_rng(SEED)
     by_client = [requests for client in clients if (requests := of_client(directory, client, rng))]
-    chosen = [one for one in by_client if arguments.all or answers_are_long(one)]
+    chosen = [one for one in by_client if answers_are_long(one)]
     requests = [request for one in chosen for request in one]
     kept = (rng.random(len(requests)) < KEPT / len(requests)).tolist()
     requests = [request for request, keep in zip(requests, kept, strict=True) if keep]
