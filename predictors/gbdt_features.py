@@ -254,7 +254,6 @@ class Features:
         return matrix
 
     def fields(self) -> dict[str, object]:
-        """Return all of it as fields of a state."""
         fields: dict[str, object] = {
             "horizon_steps": self.marginal.horizon_steps,
             "history": self.marginal.history,

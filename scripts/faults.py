@@ -426,7 +426,6 @@ class Told:
 
     @property
     def text(self) -> str:
-        """All text of its events."""
         lines = [one[6:] for one in bytes(self._body).split(b"\n") if one.startswith(b"data: {")]
         choices = [one for line in lines for one in json.loads(line).get("choices", ())]
         return "".join(one["text"] for one in choices)
@@ -437,7 +436,6 @@ class Told:
         return bytes(self._body).endswith(b"data: [DONE]\n\n")
 
     def on_head(self, status: int, headers: object) -> None:
-        """Take the status."""
         del headers
         self.status = status
 
@@ -450,7 +448,6 @@ class Told:
         self._body += data
 
     def on_end(self) -> None:
-        """Take the end."""
         self.over.set()
 
     def on_error(self, error: WireError) -> None:

@@ -39,7 +39,6 @@ class Replica:
         self.begin()
 
     def begin(self) -> None:
-        """Start it."""
         command = [sys.executable, "-m", "balanceroute.proxy", "serve", *self._words]
         command += [str(self._log), "--port", str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

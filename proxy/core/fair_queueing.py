@@ -304,7 +304,6 @@ class HeldShares:
         self._add(self._bound.pop(request), -1)
 
     def tokens(self, tenant: str) -> int:
-        """Return what a tenant holds now."""
         held = self._held.get(tenant)
         return 0 if held is None else held.tokens + self.steps * held.sequences
 

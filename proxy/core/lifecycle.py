@@ -169,7 +169,6 @@ class Request:
         self.prefilling = self.decode
 
     def prefilled(self, event: PrefillDone, now_ns: int) -> None:
-        """Note what a prefill has computed."""
         self.prompt_tokens = event.prompt_tokens
         self.prefilled_ns = now_ns
         self.lease_expires_ns = event.lease_expires_ns

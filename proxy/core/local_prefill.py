@@ -97,7 +97,6 @@ class RankPrompts:
         self._step_end_ns = -1
 
     def add(self, request: RequestId, rank: RankId, compute_ns: float, now_ns: int) -> None:
-        """Note that a rank gets a request."""
         # At the end of a step it is in time for the next one.
         among = self._begun if now_ns == self._step_end_ns else self._waiting
         among[request] = RankPrompt(rank, compute_ns, now_ns)
@@ -116,7 +115,6 @@ class RankPrompts:
         return max(0.0, own_ns - max(sums_ns.values(), default=0.0))
 
     def step(self, now_ns: int) -> None:
-        """Note the end of a step."""
         self._step_end_ns = now_ns
         for prompt in self._waiting.values():
             prompt.begun_ns = now_ns
@@ -268,7 +266,6 @@ class LocalPrefill:
         self._envelope += weight * (envelope_tokens - self._envelope)
 
     def observe(self, event: Event, actions: Sequence[Action], now_ns: int) -> None:
-        """Learn from an event and its actions."""
         match event:
             case StepCompleted():
                 self._computing.step(now_ns)  # For the rest see `step`.

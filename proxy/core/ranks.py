@@ -71,7 +71,6 @@ class Turnover:
         self._stays[size] = count, mean + (steps - mean) / count
 
     def step(self) -> None:
-        """Advance by one step."""
         self._steps = min(self._steps + 1, _WINDOW_STEPS)
         self.per_step += (self._left - self.per_step) / self._steps
         self._left = 0
@@ -313,7 +312,6 @@ class Fleet(Struct, eq=False):
 
     @property
     def free(self) -> int:
-        """All free slots."""
         # `ndarray.sum` takes ten times as long for a few ranks.
         return sum(self.free_slots.tolist())
 
@@ -644,7 +642,6 @@ class Ranks:
 
     @property
     def open(self) -> int:
-        """The number of open ranks."""
         return int(self.is_open.sum())
 
     def fleet(self, ledger: Ledger, config: SchedulerConfig, beyond_batch: int | None) -> Fleet:

@@ -313,7 +313,6 @@ class Leases:
 
     @property
     def _slots(self) -> int:
-        """All slots of the ranks."""
         limits = self._config.rank_batch_limits
         return self._config.ranks * self._config.batch_limit if limits is None else sum(limits)
 
@@ -369,7 +368,6 @@ def lease_used(pool: Pool, config: SchedulerConfig, now_ns: int) -> float | None
 
 
 def pool_entry(request: Request, config: SchedulerConfig, pairs: Pairs) -> PoolEntry:
-    """Return the pool entry of a request that has entered the pool."""
     since_ns = request.pooled_ns
     assert since_ns is not None
     deadline_ns = None if config.deadline_ns is None else since_ns + config.deadline_ns

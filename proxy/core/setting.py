@@ -62,12 +62,10 @@ class Setting:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting."""
     return f"--{name.replace('_', '-')}"
 
 
 def settings_of(section: type) -> tuple[Setting, ...]:
-    """Return the settings of a section, as it declares them."""
     declared = [
         (one.name, cast("Setting", one.metadata[_KEY]))
         for one in fields(section)

@@ -36,7 +36,6 @@ class StepModel:
         self._tokens_tokens = self._tokens_ns = self._ns_ns = 0.0
 
     def observe(self, envelope_tokens: int, step_ns: float) -> None:
-        """Learn from one step."""
         self._steps += 1
         self._sum_tokens += envelope_tokens
         self._sum_ns += step_ns

@@ -443,7 +443,6 @@ class Pool:
         self._leases.set(entry.request, entry.lease_ends_ns)
 
     def _begin_timers(self, entry: PoolEntry) -> None:
-        """Set the timers of an entry that has none yet."""
         request = entry.request
         if entry.deadline_ns is not None:
             self._deadlines.set(request, entry.deadline_ns)

@@ -90,7 +90,6 @@ class WarmUp:
         return self._windows.keys()
 
     def sent(self, instance: int, request: RequestId) -> None:
-        """Note that a request is on its way to an instance."""
         self._gone(request)
         window = self._windows.get(instance)
         if window is not None:

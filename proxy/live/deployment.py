@@ -97,7 +97,6 @@ def snapshot_of(
     requests: bool,
     scores: bool,
 ) -> "Snapshot":
-    """Return the state of a deployment."""
     config = deployment.config
     return take_snapshot(
         deployment.driver,

@@ -311,7 +311,6 @@ async def serve_selections(
 
 
 def _connections(config: "ProxyConfig") -> Make:
-    """Return what makes the connections of clients."""
     if not config.gateway.http2:
         return ServerConnection
     from balanceroute.proxy.wire.http2 import EitherConnection  # noqa: PLC0415  # An extra.

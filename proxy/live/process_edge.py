@@ -75,7 +75,6 @@ class Logs:
         self._writers = [one for one in (writer, of_loads) if one is not None]
 
     def dropped(self) -> int:
-        """Return how many lines were dropped."""
         return sum(one.dropped for one in self._writers)
 
     def reopen(self) -> None:

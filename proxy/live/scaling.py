@@ -85,7 +85,6 @@ class ScalingSignals(OfLoads):
             await asyncio.sleep(_LOOK_S)
 
     def look(self) -> None:
-        """Look at each group."""
         kept = self.followers
         self.followers = {one.name: kept.get(one.name) or LoadFollower() for one in self._groups}
         for group in self._groups:

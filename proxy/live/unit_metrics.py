@@ -101,7 +101,6 @@ class UnitMetrics(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what there is now."""
         cache = self._cache()
         waiting, in_all = map(sum, zip(*map(_counts, self._groups), strict=True))
         labels = {"engine": "0", "model_name": self._model}

@@ -236,7 +236,6 @@ class Http2ServerConnection(asyncio.Protocol):
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """Go on."""
         self._paused = False
         self._transport.resume_reading()
         self._soon()

@@ -84,7 +84,6 @@ class Rank:
 
     @property
     def idle(self) -> bool:
-        """Whether it has no stream."""
         return not self._running
 
     def add(self, stream: Stream) -> None:

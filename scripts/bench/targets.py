@@ -113,7 +113,6 @@ def family(pid: int) -> list[int]:
 ROOT = Path(__file__).parents[2]
 OURS = "balanceroute"
 DIRECT = "direct"
-FLOOR = "bare relay"
 # Runs `balanceroute` with a thread that stands in its way. Ten times a second it holds Python's interpreter lock
 # for 50 ms, as a long garbage collection or a large computation does. It sleeps meanwhile, so that it takes no core
 # from anybody: what a stream then waits for is Python, not a processor.

@@ -307,7 +307,6 @@ class Engine:
             os.killpg(self._process.pid, signal.SIGTERM)
 
     def end(self) -> None:
-        """End it, and all its processes."""
         with suppress(subprocess.TimeoutExpired):
             self.ask_to_end()
             self._process.wait(_END_S)

@@ -70,7 +70,6 @@ class Answer:
 
     @property
     def score(self) -> float:
-        """What it is worth."""
         place = list(STEPS).index(self.model)
         return SCENARIO.scores[self.task][place] if self.kept else 0.0
 

@@ -76,7 +76,6 @@ class Scenario:
     forecasts: dict[str, Forecast] = field(default_factory=dict)
 
     def workloads(self) -> list[Workload]:
-        """Return the segments."""
         known = 0 if self.learned is not None else KNOWN
         cut = split(
             self.requests(), segments=SEGMENTS, rate=self.rate, backlog=self.backlog, known=known

@@ -91,12 +91,10 @@ class TenantOccupancy:
         self._score = 0.0
 
     def enter(self, now_ns: int) -> None:
-        """Note that one more is there."""
         self._pass(now_ns)
         self.count += 1
 
     def leave(self, now_ns: int) -> None:
-        """Note that one is there no more."""
         assert self.count, "no request is there"
         self._pass(now_ns)
         self.count -= 1

@@ -183,7 +183,6 @@ class PolicySettings:
 
     @property
     def steps_ahead(self) -> int:
-        """H."""
         if self.horizon_steps is not None:
             return self.horizon_steps
         return PAPER_HORIZON if self.paper else HORIZON

@@ -162,7 +162,6 @@ _SHORT_BELOW, _LONG_FROM = 500, 2_000
 
 
 def bucket_tokens(bound: BoundRequest, expected_output: float | None) -> float:
-    """Return the output tokens that a request is charged."""
     if expected_output is None or _SHORT_BELOW <= expected_output < _LONG_FROM:
         tokens = _UNKNOWN_TOKENS
     else:

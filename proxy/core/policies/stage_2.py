@@ -317,7 +317,6 @@ class _Scarce:
         self._outlooks: dict[int, Outlook] = {}
 
     def serve(self) -> None:
-        """Serve the ranks."""
         _serve(self._work, self._order, self._choose, self._admit)
 
     def _admit(self, entry: PoolEntry, rank: int) -> None:

@@ -463,7 +463,6 @@ class Scored:
         return chosen
 
     def _scored(self, members: Sequence[PrefillerId]) -> dict[PrefillerId, float]:
-        """Return the members with positive scores."""
         known = [one for one in members if one in self._scraped]
         scores = dict.fromkeys(members, _UNKNOWN_SCORE)
         if known:

@@ -387,7 +387,6 @@ class EngineBlocks:
         return Knowledge.NONE if cache is None else cache.knowledge
 
     def blocks(self, engine: int) -> int:
-        """Return how many blocks are known of an engine."""
         cache = self._caches.get(engine)
         return 0 if cache is None else cache.own.count
 

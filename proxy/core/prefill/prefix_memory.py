@@ -160,7 +160,6 @@ class ReportedPrefixes:
         return self._pending[prefiller].leading(keys)[0]
 
     def begin(self, request: RequestId, prefiller: PrefillerId, ticket: Ticket) -> None:
-        """Note that a request goes to a prefiller."""
         if ticket.blocks:
             if not ticket.token_blocks:
                 self.engines.texts.sent(ticket.blocks)

@@ -106,7 +106,6 @@ class FleetTrial:
 
     @property
     def verdict(self) -> BoundVerdict:
-        """What bounds it."""
         return judge(
             prefillers=self.prefillers,
             ranks=self.ranks,

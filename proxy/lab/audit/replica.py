@@ -162,7 +162,6 @@ def _in_flight(seen: Observation) -> int:
 
 
 def _deployment(seen: Observation, base_ms: float, us_per_token: float) -> SimulatedDeployment:
-    """Return the machines as they were seen."""
     fit = seen.fit
     return SimulatedDeployment(
         ranks=len(seen.ranks),

@@ -128,7 +128,6 @@ class EngineExchange:
         reply.on_closed = self.abandon
 
     def sequences_of(self, prompt: int) -> list[TokenSequence]:
-        """Return the choices of one of the prompts."""
         n = self.request.n
         return self.sequences[prompt * n : (prompt + 1) * n]
 

@@ -275,9 +275,7 @@ class KvPeer(Protocol):
         ...
 
     @property
-    def host(self) -> str:
-        """Its address."""
-        ...
+    def host(self) -> str: ...
 
     @property
     def side_port(self) -> int:

@@ -238,7 +238,6 @@ class PrefixCaches:
     def _note(
         self, spoilt: dict[int, list[int]], blocks: list[int], tokens: list[int], read: list[int]
     ) -> None:
-        """Note what is in new blocks."""
         size = self._block_tokens
         for number, block in enumerate(blocks):
             part = slice(number * size, (number + 1) * size)

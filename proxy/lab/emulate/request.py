@@ -175,7 +175,6 @@ class Prompt:
 
     @property
     def said(self) -> str:
-        """The prompt as text."""
         return decode(self.tokens) if self.text is None else self.text
 
 

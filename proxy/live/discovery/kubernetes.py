@@ -328,7 +328,6 @@ class ApiClient:
         return self._endpoint, method, target.encode(), headers, body
 
     def close(self) -> None:
-        """Close its connections."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.close()

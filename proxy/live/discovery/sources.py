@@ -198,7 +198,6 @@ def make_reconciler(
     rng: "random.Random",
     ask: "Callable[[Found], Awaitable[int | None]]",
 ) -> Reconciler:
-    """Return who registers what is found."""
     present = roster.targets()
     return Reconciler(
         roster,
@@ -215,7 +214,6 @@ def make_reconciler(
 def make_sources(
     settings: "DiscoverySettings", rng: "random.Random", *, hears: bool
 ) -> "list[DiscoverySource]":
-    """Return the sources, in the order of the settings."""
     return [_make(one, settings, rng, hears=hears) for one in settings.discover]
 
 

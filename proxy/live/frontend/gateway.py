@@ -104,7 +104,6 @@ _Reading = Generator[None, None, RequestBody]
 
 
 def read_at_once(data: bytes) -> RequestBody | BodyError:
-    """Read a body that is small."""
     try:
         return RequestBody(data)
     except BodyError as error:
@@ -248,7 +247,6 @@ def model_page(
 
 
 def _card(alias: str) -> "Mapping[str, Any]":
-    """Return the entry of an alias."""
     return {"id": alias, "object": "model", "created": 0, "owned_by": "balanceroute"}
 
 

@@ -115,7 +115,6 @@ class Groups:
 
     @property
     def load(self) -> int:
-        """How many requests there are."""
         return sum(len(one.intake.sessions) + one.pass_through.in_flight for one in self)
 
     def add(self, group: Group) -> None:

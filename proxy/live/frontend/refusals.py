@@ -305,7 +305,6 @@ class Tenancy:
         return _NO_ALLOWANCES if account is None else account.allowances(self._now_ns())
 
     def states(self) -> list[TenantState]:
-        """Return where each tenant stands."""
         if self._tenants is None:
             return []
         # Who was removed has no share, and is here until the last request of it has ended.

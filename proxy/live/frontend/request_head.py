@@ -445,7 +445,6 @@ class KnownHead(Struct, frozen=True):
 
 
 def know(head: "RequestHead | HttpRequest", clients: "Clients", *, keep_key: bool) -> KnownHead:
-    """Return what follows from a head."""
     headers = head.headers
     route = find(head.path)
     tenant = clients.find(headers) if route is not None and route.keyed else EVERYBODY

@@ -126,7 +126,6 @@ class KubernetesLease:
         return {"name": self.name}
 
     def close(self) -> None:
-        """Close the connections."""
         self._api.close()
 
     async def _try(self, *, leads: bool) -> str:

@@ -358,7 +358,6 @@ class Leadership:
         return not self.forbids()
 
     def standing(self) -> Standing:
-        """Return how it stands."""
         return Standing(
             self.leads,
             self._leader,
@@ -371,7 +370,6 @@ class Leadership:
 
     @property
     def metrics(self) -> "LeaderMetrics":
-        """What exports it."""
         return LeaderMetrics(self.standing)
 
     def _fields(self) -> dict[str, object]:

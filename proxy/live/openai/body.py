@@ -162,7 +162,6 @@ class RequestBody:
         return begin < end and self._data[begin:end] != b"null"
 
     def part(self, begin: int, end: int) -> memoryview:
-        """Return bytes of the body."""
         return memoryview(self._data)[begin:end]
 
     def large_value(self, key: str) -> memoryview | None:
@@ -361,7 +360,6 @@ def _parse_text(text: str) -> tuple[dict[str, Any], dict[str, tuple[int, int, in
 
 
 def _in_bytes(text: str, places: Places) -> Places:
-    """Return places in a text as places in its bytes."""
     seen = at = 0
     translated: dict[str, tuple[int, int, int]] = {}
     for key, member in places.items():

@@ -242,7 +242,6 @@ class PromptBlocks(NamedTuple):
     of_tokens: bool = False  # Whether they are blocks of token ids; see `token_hashes`.
 
     def of(self, ticket: Ticket) -> Ticket:
-        """Return the ticket of a request that has this prompt."""
         return structs.replace(
             ticket,
             blocks=self.hashes,

@@ -247,7 +247,6 @@ class RepeatedText(Struct, eq=False):
 
     @property
     def over(self) -> bool:
-        """Whether all of it has come."""
         return not self.left and not self.tokens
 
     def trim(self, text: str) -> str | None:

@@ -366,7 +366,6 @@ class RequestMetrics:
         )
 
     def counts(self) -> Counts:
-        """Return what became of all requests."""
         outcomes: dict[str, int] = {}
         for family in self._requests.collect():
             for sample in family.samples:

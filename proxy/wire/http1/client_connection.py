@@ -253,12 +253,10 @@ class ClientConnection(asyncio.Protocol):
         self._transport.abort()
 
     def pause_reading(self) -> None:
-        """Stop reading."""
         self._transport.reclaim()
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Continue reading."""
         self._transport.resume_reading()
 
     # Called by the pump.
@@ -295,7 +293,6 @@ class ClientConnection(asyncio.Protocol):
     # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self._transport = TurnTransport(cast("asyncio.Transport", transport), self._pool.turn)
 
     def data_received(self, data: bytes) -> None:
