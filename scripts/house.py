@@ -172,7 +172,7 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (13_750, 37),
+    "proxy/core": (13_700, 37),
     "proxy/wire": (7_650, 24),
     "proxy/live": (38_550, 125),
     "proxy/lab": (15_600, 55),

@@ -24,8 +24,7 @@ proxy.lab.emulate: DpMode EmulatedFleet EmulationSettings Faults Frontend Preemp
 proxy.live.connectors: BootstrapIdentity Connector MissingKv MissingKvError make_connector
 proxy.wire.http1.client: Call Endpoint ResponseHandler
 proxy.wire.http1.server: Admit Application Refuse Reply Server
-topologies: CONNECTORS ConnectorFacts DecodeEntry Finding GroupEntry KvFlow MAX_RANKS PrefillEntry Topology
-    TopologyError added_group did_you_mean read_engine_list read_topology shipped_topologies
+topologies: CONNECTORS ConnectorFacts Finding KvFlow MAX_RANKS TopologyError did_you_mean
 traces: FORMATS TraceError TraceRequest detect_format read_mix read_names read_trace shipped_traces with_sessions
     write_native
 """

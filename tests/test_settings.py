@@ -14,7 +14,7 @@ from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.declared import SECTIONS
 from balanceroute.proxy.settings import Given, variable_of
-from balanceroute.topologies import read_topology
+from balanceroute.topologies.topology import read_topology
 
 ENGINES = {
     "BALANCEROUTE_PREFILL": "http://p:1 http://q:1",

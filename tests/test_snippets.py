@@ -23,7 +23,7 @@ from balanceroute.proxy.cli import command_line
 from balanceroute.proxy.cli.serve import flags_given
 from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.live.settings.configure import make_config
-from balanceroute.topologies import read_topology
+from balanceroute.topologies.topology import read_topology
 from balanceroute.traces import TraceRequest, write_native
 
 ROOT = Path(__file__).parents[1]

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from balanceroute.proxy.core.setting import flag_of
 from balanceroute.proxy.live.settings.declared import HEADINGS, SECTIONS
 from balanceroute.proxy.settings import add_flags, given_by_flags, variable_of
-from balanceroute.topologies import read_topology
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.topologies import Topology
+    from balanceroute.topologies.topology import Topology
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -50,7 +49,11 @@ def add_serving_command(
 def topology_given(arguments: argparse.Namespace) -> "Topology | None":
     """Return the topology that a flag or a variable names, if one does. Raises TopologyError, OSError."""
     named = arguments.topology or os.environ.get(variable_of("topology"))
-    return read_topology(named) if named else None
+    if not named:
+        return None
+    from balanceroute.topologies.topology import read_topology  # noqa: PLC0415
+
+    return read_topology(named)
 
 
 def add_serve_flags(parser: argparse.ArgumentParser, *, without: "Collection[str]" = ()) -> None:

@@ -18,7 +18,7 @@ from balanceroute.proxy.live.engines.engine_facts import doubts
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.page_client import PageClient
-from balanceroute.topologies import Finding, did_you_mean, read_topology
+from balanceroute.topologies import Finding, did_you_mean
 from balanceroute.topologies.checks import (
     PortUse,
     check_engines,
@@ -27,12 +27,13 @@ from balanceroute.topologies.checks import (
     known_options,
 )
 from balanceroute.topologies.commands import Command, engine_commands, proxy_command
+from balanceroute.topologies.topology import read_topology
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.engine_url import EngineUrl
     from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.topologies import Topology
     from balanceroute.topologies.engines import Engines
+    from balanceroute.topologies.topology import Topology
 
 
 # The parser of an installed vLLM, asked whether it takes the commands of a topology.

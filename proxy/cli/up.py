@@ -23,12 +23,12 @@ from balanceroute.proxy.lab.emulate.process import (
     ready_line,
 )
 from balanceroute.proxy.settings import Given
-from balanceroute.topologies import read_topology
+from balanceroute.topologies.topology import read_topology
 
 if TYPE_CHECKING:
     import subprocess
 
-    from balanceroute.topologies import Topology
+    from balanceroute.topologies.topology import Topology
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

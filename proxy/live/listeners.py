@@ -14,7 +14,6 @@ from balanceroute.proxy.live.control.admin import (
     MAX_BODY_BYTES,
     Admin,
 )
-from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway
 from balanceroute.proxy.live.frontend.refusals import Limited
 from balanceroute.proxy.live.frontend.request_head import UNAUTHORISED, Clients
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from balanceroute.proxy.live.environment import Environment
+    from balanceroute.proxy.live.frontend.cors import Cors
     from balanceroute.proxy.live.frontend.groups import Groups
     from balanceroute.proxy.live.picker import Picker
     from balanceroute.proxy.live.select_service import SelectService
@@ -85,14 +85,17 @@ class PublicListener:
         served: Gateway | ControlRoutes | Cors = gateway
         if orders is not None:
             served = ControlRoutes(orders, gateway, groups.context.unique)
-        origins = listening.cors_origin
-        cors = Cors(origins, served, served.admit) if origins else None
+        if listening.cors_origin:
+            from balanceroute.proxy.live.frontend import cors  # noqa: PLC0415
+
+            served = cors.Cors(listening.cors_origin, served, served.admit)
+            commons.append(served.fields)
         self.server = Server(
-            served if cors is None else cors,
+            served,
             limits=config.limits,
             refuse=gateway.refusals.render,
-            admit=served.admit if cors is None else cors.admit,
-            common=_joined([*commons, *([] if cors is None else [cors.fields])]),
+            admit=served.admit,
+            common=_joined(commons),
             make=_connections(config),
         )
         self.picker = _picker(config, groups, gateway, environment)

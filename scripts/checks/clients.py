@@ -14,7 +14,7 @@ from typing import Any
 from tests.support.soak.run import held_by_proxy
 
 from balanceroute.proxy.cli.up import emulate_command
-from balanceroute.topologies import read_topology
+from balanceroute.topologies.topology import read_topology
 from checks.agents import check_agents
 from checks.fleet import Proxy, before, environment
 from checks.packages import FOUND_FAULTS, Result, outcomes

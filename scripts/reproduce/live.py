@@ -34,7 +34,7 @@ from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.settings import Given, given_by_flags
-from balanceroute.topologies import read_topology
+from balanceroute.topologies.topology import read_topology
 from balanceroute.traces import TraceRequest, read_trace, write_native
 from bench.targets import KNOWN, ended, started
 from experiment import MOONCAKE, emulated, proxy_before, right, table_head, table_row

@@ -15,7 +15,8 @@ from tests.live.settings.test_samples import SAMPLES
 
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.cli.schema import topology_schema
-from balanceroute.topologies import TopologyError, read_topology, shipped_topologies
+from balanceroute.topologies import TopologyError
+from balanceroute.topologies.topology import read_topology, shipped_topologies
 
 SCHEMA = topology_schema()
 KINDS: dict[str, type | tuple[type, ...]] = {

@@ -24,7 +24,7 @@ from balanceroute.proxy.live import serve as live_serve
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.declared import SECTIONS
-from balanceroute.topologies import read_topology
+from balanceroute.topologies.topology import read_topology
 
 ENGINES = ["--prefill", "http://p", "--decode", "http://d"]
 TOPOLOGY = (

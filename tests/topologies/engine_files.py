@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from balanceroute.topologies import Topology, read_topology
 from balanceroute.topologies.engines import Engines
+from balanceroute.topologies.topology import Topology, read_topology
 
 TOP = """
 name = "small"

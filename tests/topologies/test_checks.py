@@ -7,7 +7,7 @@ from tests.topologies.engine_files import read, text
 
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.cli.topology import check_topology
-from balanceroute.topologies import read_topology, shipped_topologies
+from balanceroute.topologies.topology import read_topology, shipped_topologies
 
 GROUP = 'data_parallel = 4\ndp_mode = "external"\nrpc_port = 1234'
 DRAFT = "flags = { speculative_config = { method = 'mtp', num_speculative_tokens = 3 } }"

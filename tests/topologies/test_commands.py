@@ -8,8 +8,8 @@ import pytest
 from tests.topologies.engine_files import engines_of, read, text
 
 from balanceroute.proxy.cli.topology import commands_of
-from balanceroute.topologies import read_topology, shipped_topologies
 from balanceroute.topologies.commands import Command, engine_commands
+from balanceroute.topologies.topology import read_topology, shipped_topologies
 
 GOLDEN = Path(__file__).parent / "golden"
 REAL = [name for name in shipped_topologies() if read_topology(name).engines is not None]

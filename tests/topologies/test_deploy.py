@@ -13,8 +13,8 @@ from balanceroute.proxy.cli.serve import flags_given
 from balanceroute.proxy.cli.topology import check_topology
 from balanceroute.proxy.live.discovery.kubernetes import ROLE_LABEL
 from balanceroute.proxy.live.settings.configure import make_config
-from balanceroute.topologies import Topology, read_topology
 from balanceroute.topologies.commands import Command, engine_commands
+from balanceroute.topologies.topology import Topology, read_topology
 
 DEPLOY = Path(__file__).parents[2] / "topologies" / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"

@@ -13,10 +13,10 @@ from tests.topologies.engine_files import read, text
 
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.cli.topology import parse_with
-from balanceroute.topologies import read_topology, shipped_topologies
 from balanceroute.topologies.checks import check_options, known_options
 from balanceroute.topologies.commands import Command, engine_commands
 from balanceroute.topologies.engines import Engines
+from balanceroute.topologies.topology import read_topology, shipped_topologies
 
 OPTIONS = ROOT / "topologies" / "options"
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from tests.topologies.engine_files import read, text
 
-from balanceroute.topologies import DecodeEntry, PrefillEntry, TopologyError
+from balanceroute.topologies import TopologyError
+from balanceroute.topologies.topology import DecodeEntry, PrefillEntry
 
 
 def test_addresses_follow_from_the_engines(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from tests.support.certificate import CERT, KEY
 
 from balanceroute.proxy.live.discovery.kubernetes import ROLE_LABEL
 from balanceroute.proxy.live.settings.configure import make_config
-from balanceroute.topologies import read_topology
 from balanceroute.topologies.commands import engine_commands
+from balanceroute.topologies.topology import read_topology
 
 DEPLOY = Path(__file__).parents[2] / "topologies" / "deploy"
 CHART = DEPLOY / "helm"

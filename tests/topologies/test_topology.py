@@ -5,17 +5,15 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from balanceroute.topologies import (
-    CONNECTORS,
+from balanceroute.topologies import CONNECTORS, TopologyError, did_you_mean
+from balanceroute.topologies.topology import (
+    MAX_FILE_BYTES,
     DecodeEntry,
     PrefillEntry,
     Topology,
-    TopologyError,
-    did_you_mean,
     read_topology,
     shipped_topologies,
 )
-from balanceroute.topologies.topology import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping

@@ -15,8 +15,8 @@ from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.security import engine_context
 from balanceroute.proxy.live.settings.checks import event_address
 from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.topologies import TopologyError, read_engine_list
-from balanceroute.topologies.topology import MAX_FILE_BYTES
+from balanceroute.topologies import TopologyError
+from balanceroute.topologies.topology import MAX_FILE_BYTES, read_engine_list
 
 if TYPE_CHECKING:
     import random

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.core.setting import choice, file, number, table, text, texts, words
@@ -12,7 +13,10 @@ from balanceroute.proxy.live.settings.checks import model_name
 from balanceroute.proxy.live.telemetry.request_metrics import AliasWorth
 from balanceroute.proxy.model_choice import DoubleDqn, Greedy, ModelChoice, Static, Targets
 from balanceroute.proxy.settings import Given
-from balanceroute.topologies import Topology, did_you_mean
+from balanceroute.topologies import did_you_mean
+
+if TYPE_CHECKING:
+    from balanceroute.topologies.topology import Topology
 
 CHOOSERS = ("static", "greedy", "ddqn")
 FALL_BACKS = ("429", "503", "timeout")

@@ -45,10 +45,11 @@ from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.tracing import ExportSettings
 from balanceroute.proxy.wire.messages import ServerLimits
-from balanceroute.topologies import CONNECTORS, GroupEntry, Topology
+from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.settings.aliases import AliasConfig
+    from balanceroute.topologies.topology import GroupEntry, Topology
 
 _NS_PER_S = 1e9
 # Longer than any process runs.

@@ -61,10 +61,11 @@ from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.tracing import export_settings
 from balanceroute.proxy.settings import Given
 from balanceroute.proxy.wire.messages import ServerLimits, bracketed
-from balanceroute.topologies import CONNECTORS, KvFlow, Topology, TopologyError, added_group
+from balanceroute.topologies import CONNECTORS, KvFlow, TopologyError
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
+    from balanceroute.topologies.topology import Topology
 
 _QUEUE_TTL_S = 600.0
 ENGINE_KEY_VARIABLE = "BALANCEROUTE_ENGINE_KEY"
@@ -121,6 +122,8 @@ def make_group(
     Raises:
         ConfigError: It cannot be served.
     """
+    from balanceroute.topologies.topology import added_group  # noqa: PLC0415
+
     try:
         entry = added_group(topology.path, table)
     except TopologyError as error:

@@ -7,12 +7,13 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.settings.checks import event_address
 from balanceroute.proxy.wire.messages import bracketed
-from balanceroute.topologies import CONNECTORS, MAX_RANKS, KvFlow, Topology
+from balanceroute.topologies import CONNECTORS, MAX_RANKS, KvFlow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from balanceroute.proxy.live.settings.declared import EngineAddresses, EngineSettings
+    from balanceroute.topologies.topology import Topology
 
 # vLLM's VLLM_MOONCAKE_BOOTSTRAP_PORT.
 BOOTSTRAP_PORT = 8998

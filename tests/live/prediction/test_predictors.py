@@ -21,7 +21,7 @@ from balanceroute.proxy.live.prediction import make_predictor, predictor_name
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.telemetry.request_log import line_of
-from balanceroute.topologies import read_topology
+from balanceroute.topologies.topology import read_topology
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.prediction import PredictorSet

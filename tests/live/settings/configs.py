@@ -9,7 +9,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.declared import SECTIONS
-from balanceroute.topologies import read_topology
+from balanceroute.topologies.topology import read_topology
 
 P = EngineUrl("http", "p", 80)
 D = EngineUrl("http", "d", 80)

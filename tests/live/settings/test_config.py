@@ -33,7 +33,8 @@ from balanceroute.proxy.live.settings.declared import (
 )
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 from balanceroute.proxy.wire.messages import ServerLimits
-from balanceroute.topologies import CONNECTORS, TopologyError, read_topology
+from balanceroute.topologies import CONNECTORS, TopologyError
+from balanceroute.topologies.topology import read_topology
 
 
 def test_the_defaults_are_these() -> None:

@@ -12,7 +12,7 @@ from tests.support.site import Site, play
 
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.effects import _TABLE, without_effect
-from balanceroute.topologies import read_topology
+from balanceroute.topologies.topology import read_topology
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.security import Credentials

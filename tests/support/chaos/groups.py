@@ -46,7 +46,7 @@ from balanceroute.proxy.live.settings.aliases import CHOOSERS, FALL_BACKS
 from balanceroute.proxy.live.settings.configure import make_config, make_group, read_credentials
 from balanceroute.proxy.model_choice import QNetwork, inputs_of
 from balanceroute.proxy.wire.messages import Response
-from balanceroute.topologies import read_topology
+from balanceroute.topologies.topology import read_topology
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.deployment import Deployment
