@@ -33,7 +33,9 @@ try:
     from ray.serve.exceptions import BackPressureError
     from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 except ImportError as error:
-    raise ImportError("the router of Ray Serve: needs the extra ray: pip install '.[ray]'") from error
+    raise ImportError(
+        "the router of Ray Serve: needs the extra ray: pip install '.[ray]'"
+    ) from error
 
 OUTPUT_TOKENS = "output_tokens"
 """The member of a replica's routing stats that counts what it has made."""
