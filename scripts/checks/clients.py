@@ -32,6 +32,7 @@ _TOO_LONG = 124
 KITS = {
     "openai": ("openai",),
     "aiperf": ("aiperf",),
+    "guidellm": ("guidellm",),
     "schemathesis": ("schemathesis",),
     "anthropic": ("anthropic",),
     "litellm": ("litellm", "mcp"),  # The latter for tools.
@@ -196,11 +197,12 @@ def check_curl(url: str, admin_url: str, folder: Path) -> Iterator[Result]:
         yield Result(version, name, fault)
 
 
-# What NVIDIA's aiperf measures through the proxy (https://github.com/ai-dynamo/aiperf).
+# What load tools measure through the proxy: NVIDIA's aiperf (https://github.com/ai-dynamo/aiperf), and
+# guidellm of vLLM's project (https://github.com/vllm-project/guidellm).
 
-_LOAD_REQUESTS = 60
+_LOAD_REQUESTS, _STREAMS = 60, 8
 _LIMIT_S = 240.0
-# A tokeniser of bytes, so that the load tool asks nobody for one.
+# A tokeniser of bytes, so that load tools ask nobody for one.
 _TOKENISER = """
 import sys
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -215,12 +217,9 @@ PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pret
 
 def check_aiperf(url: str, folder: Path) -> Iterator[Result]:
     """Run it, unchanged."""
-    python = python_of("aiperf")
-    lookup = "import importlib.metadata; print('aiperf', importlib.metadata.version('aiperf'))"
-    version = run(python, "-c", lookup).stdout.strip()
-    made = run(python, "-c", _TOKENISER, folder / "tokeniser")
-    if made.returncode:
-        yield Result(version, "a tokeniser", made.stderr[-500:])
+    python, version, fault = _load_tool("aiperf", folder)
+    if fault is not None:
+        yield Result(version, "a tokeniser", fault)
         return
     for kind in ("chat", "completions"):
         for streaming in (True, False):
@@ -238,6 +237,44 @@ def check_aiperf(url: str, folder: Path) -> Iterator[Result]:
             yield Result(version, name, _wrong_with_aiperf(done, out))
 
 
+def _load_tool(kit: str, folder: Path) -> tuple[Path, str, str | None]:
+    """Return the Python of a load tool, its name and version, and what is wrong with the tokeniser for it."""
+    python = python_of(kit)
+    lookup = f"import importlib.metadata; print('{kit}', importlib.metadata.version('{kit}'))"
+    version = run(python, "-c", lookup).stdout.strip()
+    made = run(python, "-c", _TOKENISER, folder / "tokeniser")
+    return python, version, made.stderr[-500:] if made.returncode else None
+
+
+def check_guidellm(url: str, folder: Path) -> Iterator[Result]:
+    """Run it, unchanged."""
+    python, version, fault = _load_tool("guidellm", folder)
+    if fault is not None:
+        yield Result(version, "a tokeniser", fault)
+        return
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        out = folder / f"guidellm{path.replace('/', '-')}.json"
+        command = [python.parent / "guidellm", "run", "--disable-console", "--output"]
+        command += [f"kind=json,path={out}", "--backend"]
+        command += [f"kind=openai_http,target={url},model=emulated,request_format={path}"]
+        command += ["--profile", f"kind=concurrent,streams={_STREAMS}"]
+        command += ["--constraint", f"kind=max_requests,count={_LOAD_REQUESTS}"]
+        command += ["--tokenizer", f"kind=hf_auto,model={folder / 'tokeniser'}"]
+        command += ["--data", "kind=synthetic_text,prompt_tokens=100,output_tokens=20"]
+        done = run(*command, limit_s=_LIMIT_S)
+        yield Result(version, f"{path}, streamed", _wrong_with_guidellm(done, out))
+
+
+def _wrong_with_guidellm(done: subprocess.CompletedProcess[str], out: Path) -> str | None:
+    if done.returncode or not out.exists():
+        return f"exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}"
+    totals = json.loads(out.read_text())["benchmarks"][0]["metrics"]["request_totals"]
+    # It may cut off what still runs as the last of those that it counts ends.
+    if totals["errored"] or totals["successful"] < _LOAD_REQUESTS - _STREAMS:
+        return f"{totals['successful']} of {_LOAD_REQUESTS} served, {totals['errored']} failed"
+    return None
+
+
 def _wrong_with_aiperf(done: subprocess.CompletedProcess[str], out: Path) -> str | None:
     page = out / "profile_export_aiperf.json"
     if done.returncode or not page.exists():
@@ -252,7 +289,7 @@ def _wrong_with_aiperf(done: subprocess.CompletedProcess[str], out: Path) -> str
 ENGINES = read_topology("emulated-2p8d")
 MODEL = "emulated"
 KEY = "sk-for-the-check"
-GROUPS = ("openai", "frameworks", "agents", "curl", "schema", "aiperf")
+GROUPS = ("openai", "frameworks", "agents", "curl", "schema", "aiperf", "guidellm")
 _SCHEMA_EXAMPLES = 40
 
 
@@ -286,9 +323,9 @@ def check_nothing_is_held(proxy: Proxy) -> Result:
 def clients(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Clients as people use them, against a proxy that runs before emulated engines.
 
-    The openai, anthropic, litellm and langchain packages, the requests of Claude Code and Codex, curl, NVIDIA's
-    aiperf, and requests drawn from vLLM's own openapi.json. Makes virtual environments in build/clients on its first run (1.8 GB from the
-    package index), starts two proxies, each before engines of its own, and prints a table of what works. Exits 1 if
+    The openai, anthropic, litellm and langchain packages, the requests of Claude Code and Codex, curl, the load tools
+    aiperf and guidellm, and requests drawn from vLLM's own openapi.json. Makes virtual environments in build/clients on
+    its first run (1.8 GB, and 6 GB for guidellm, which brings torch), starts two proxies, each before engines of its own, and prints a table of what works. Exits 1 if
     anything does not.
     """
     parser.add_argument(
@@ -327,6 +364,7 @@ def clients(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
                 "curl": check_curl(proxy.url, proxy.admin_url, folder),
                 "schema": check_against_an_engine(proxy),
                 "aiperf": check_aiperf(proxy.url, folder),
+                "guidellm": check_guidellm(proxy.url, folder),
             }
             for name, group in groups.items():
                 if name in only:
