@@ -209,3 +209,91 @@ def test_the_proxys_pod_is_accepted_at_every_level_and_engines_at_baseline(
         assert refused[name] or tried.returncode == 0, tried.stderr
     engines = level == "restricted"
     assert refused == {"balanceroute": False, "prefill": engines, "decode": engines}
+
+
+# What `v1` of the Gateway API Inference Extension takes, as its reference says; the CRD itself is not here.
+_NAME = {"type": "string", "minLength": 1}
+_PORT = {
+    "type": "object",
+    "required": ["number"],
+    "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 65_535}},
+}
+_LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
+_MODE = {"type": "string", "enum": ["FailOpen", "FailClose"]}
+_POOL = {
+    "selector": {
+        "type": "object",
+        "required": ["matchLabels"],
+        "properties": {"matchLabels": _LABELS},
+    },
+    "targetPorts": {"type": "array", "minItems": 1, "maxItems": 8, "items": _PORT},
+    "endpointPickerRef": {
+        "type": "object",
+        "required": ["name"],
+        "properties": {"name": _NAME, "port": _PORT, "failureMode": _MODE},
+    },
+    "appProtocol": {"type": "string", "enum": ["http", "kubernetes.io/h2c"]},
+}
+_POOLS = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {
+        "name": "inferencepools.inference.networking.k8s.io",
+        "annotations": {"api-approved.kubernetes.io": "unapproved, of a test"},
+    },
+    "spec": {
+        "group": "inference.networking.k8s.io",
+        "scope": "Namespaced",
+        "names": {"kind": "InferencePool", "plural": "inferencepools"},
+        "versions": [
+            {
+                "name": "v1",
+                "served": True,
+                "storage": True,
+                "schema": {
+                    "openAPIV3Schema": {
+                        "type": "object",
+                        "properties": {
+                            "spec": {
+                                "type": "object",
+                                "required": ["selector", "targetPorts"],
+                                "properties": _POOL,
+                            }
+                        },
+                    }
+                },
+            }
+        ],
+    },
+}
+
+
+def test_the_picker_its_service_and_its_pool_are_taken(
+    server: ApiServerProcess, tmp_path: Path
+) -> None:
+    space = "picks"
+    server.kubectl("create", "namespace", space)
+    assert server.kubectl("create", "-f", "-", text=json.dumps(_POOLS)).returncode == 0
+    where = ("crd/inferencepools.inference.networking.k8s.io", "--timeout=30s")
+    assert server.kubectl("wait", "--for=condition=Established", *where).returncode == 0
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    path = tmp_path / "deploy" / "kubernetes" / "kustomization.yaml"
+    text = path.read_text().replace("namespace: serving", f"namespace: {space}")
+    path.write_text(text + "\ncomponents: [components/picker, components/replicas]\n")
+    for _ in range(2):
+        applied = server.kubectl("apply", "--server-side", "-k", path.parent)
+        assert applied.returncode == 0, applied.stderr
+    group = f"/apis/inference.networking.k8s.io/v1/namespaces/{space}"
+    picker = server.get(f"{group}/inferencepools/deepseek-v3")["spec"]["endpointPickerRef"]
+    service = server.get(f"/api/v1/namespaces/{space}/services/{picker['name']}")
+    assert service["spec"]["ports"][0]["port"] == picker["port"]["number"]
+    label = "pod-security.kubernetes.io/enforce=restricted"
+    assert server.kubectl("label", "namespace", space, label).returncode == 0
+    made = server.get(f"/apis/apps/v1/namespaces/{space}/deployments/balanceroute")
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "picker"}}
+    tried = server.kubectl(
+        *("create", "-n", space, "--dry-run=server", "-f", "-"),
+        text=json.dumps(pod | {"spec": made["spec"]["template"]["spec"]}),
+    )
+    assert tried.returncode == 0, tried.stderr
+    assert made["spec"]["template"]["spec"]["containers"][0]["args"][0] == "pick"

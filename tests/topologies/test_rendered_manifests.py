@@ -27,6 +27,11 @@ HELM, KUBECTL = shutil.which("helm"), shutil.which("kubectl")
 IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 KUBERNETES = "1.31"
 SECRETS = ("proxy.adminTokenSecret=adm", "proxy.apiKeySecret=keys", "proxy.tlsSecret=tls")
+ADDRESSES = ("proxy.prefill[0].url=http://p:8000", "proxy.decode[0].url=http://d:8000")
+PICKER = (
+    "proxy.picker.mode=coordinator",
+    "networkPolicy.gateway.namespaceSelector.matchLabels.runs=gateway",
+)
 SEVERAL_NODES = ("-f", str(CHART / "values-several-nodes.yaml"))
 
 SELECTING = {"Service", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor", "InferencePool"}
@@ -105,7 +110,10 @@ def check_schemas(objects: list[Object]) -> None:
 @needs_helm
 def test_the_chart_has_no_lint() -> None:
     assert HELM is not None
-    for options in ([], [*SEVERAL_NODES], sets("monitoring.enabled=true", *SECRETS)):
+    for options in (
+        *([], [*SEVERAL_NODES], sets(*PICKER)),
+        sets("monitoring.enabled=true", *SECRETS),
+    ):
         words = [HELM, "lint", "--strict", str(CHART), "--kube-version", "1.31.0", *options]
         done = subprocess.run(words, capture_output=True, check=False, text=True)
         assert done.returncode == 0, done.stdout
@@ -119,6 +127,8 @@ def test_the_chart_has_no_lint() -> None:
         [*SEVERAL_NODES],
         sets("monitoring.enabled=true", *SECRETS),
         sets("proxy.inferencePool.name=chat", "monitoring.enabled=true"),
+        sets(*PICKER, "monitoring.enabled=true"),
+        [*SEVERAL_NODES, *sets(*PICKER)],
         sets(
             "proxy.state.enabled=true", "networkPolicy.enabled=false", "engines.rdma.enabled=false"
         ),
@@ -374,7 +384,23 @@ def test_what_operators_add_reaches_the_pods(tmp_path: Path) -> None:
     assert token["valueFrom"]["secretKeyRef"]["key"] == "token"
 
 
-def check_pool(pool: Object, *, picker: str) -> None:
+def of_pool(objects: list[Object], pool: Object) -> list[str]:
+    """Return the names of the workloads whose pods a pool selects."""
+    wanted = pool["spec"]["selector"]["matchLabels"].items()
+    found = []
+    for one in objects:
+        spec = one.get("spec", {})
+        group = spec.get("leaderWorkerTemplate", {})
+        pods = [spec.get("template"), group.get("leaderTemplate"), group.get("workerTemplate")]
+        found += [
+            one["metadata"]["name"]
+            for pod in pods
+            if pod is not None and wanted <= pod["metadata"]["labels"].items()
+        ]
+    return sorted(found)
+
+
+def check_pool(pool: Object, *, picker: str, failure: str = "FailOpen") -> None:
     """Check a pool as v1 of its CRD does, in the release 1.6.0 of the extension."""
     assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
     spec = pool["spec"]
@@ -384,29 +410,23 @@ def check_pool(pool: Object, *, picker: str) -> None:
     assert spec["targetPorts"] == [{"number": 8000}]
     reference = spec.get("endpointPickerRef")
     # The port is needed as the reference is to a Service.
-    expected = {"name": picker, "port": {"number": 9002}, "failureMode": "FailOpen"}
+    expected = {"name": picker, "port": {"number": 9002}, "failureMode": failure}
     assert reference == (expected if picker else None)
 
 
 @needs_helm
 def test_the_proxies_of_several_releases_are_one_pool(tmp_path: Path) -> None:
-    of_pool = ("proxy.inferencePool.name=chat", "proxy.httpRoute.parentRefs[0].name=public")
-    first = render(*sets(*of_pool, "proxy.inferencePool.endpointPicker.name=epp"))
-    second = render(*sets(*of_pool, "proxy.inferencePool.create=false"), name="m2")
+    values = ("proxy.inferencePool.name=chat", "proxy.httpRoute.parentRefs[0].name=public")
+    first = render(*sets(*values, "proxy.inferencePool.endpointPicker.name=epp"))
+    second = render(*sets(*values, "proxy.inferencePool.create=false"), name="m2")
     pool = find(first, "InferencePool", "chat")
     check_pool(pool, picker="epp")
     assert not [one for one in second if one["kind"] == "InferencePool"]
-    bare = find(render(*sets(of_pool[0], "proxy.settings.http2=true")), "InferencePool", "chat")
+    bare = find(render(*sets(values[0], "proxy.settings.http2=true")), "InferencePool", "chat")
     check_pool(bare, picker="")
     assert bare["spec"]["appProtocol"] == "kubernetes.io/h2c"
     assert "appProtocol" not in pool["spec"]
-    wanted = pool["spec"]["selector"]["matchLabels"].items()
-    selected = [
-        one["metadata"]["name"]
-        for one in [*first, *second, *render(name="m3")]
-        if one["kind"] in {"Deployment", "StatefulSet"}
-        and wanted <= one["spec"]["template"]["metadata"]["labels"].items()
-    ]
+    selected = of_pool([*first, *second, *render(name="m3")], pool)
     assert selected == ["m1", "m2"]  # Neither engines, nor a release of no pool.
     (rule,) = find(first, "HTTPRoute", "m1")["spec"]["rules"]
     group = {"group": "inference.networking.k8s.io", "kind": "InferencePool"}
@@ -418,25 +438,113 @@ def test_the_proxies_of_several_releases_are_one_pool(tmp_path: Path) -> None:
     assert not settings(render(), tmp_path).gateway.picker_names
 
 
-@needs_kubectl
-def test_the_component_makes_a_pool_of_the_proxy(tmp_path: Path) -> None:
+def check_picker(objects: list[Object], pool: Object, service: str, proxy: Object) -> None:
+    """Check that a pool's picker is the proxy, by a Service."""
+    check_pool(pool, picker=service, failure="FailClose")
+    (port,) = find(objects, "Service", service)["spec"]["ports"]
+    assert port["port"] == pool["spec"]["endpointPickerRef"]["port"]["number"]
+    ports = {one["name"]: one["containerPort"] for one in proxy["ports"]}
+    assert ports[port["targetPort"]] == 9002
+    assert proxy["args"][0] == "pick"
+
+
+@needs_helm
+@pytest.mark.parametrize("nodes", [(), SEVERAL_NODES], ids=["one", "several"])
+def test_the_proxy_is_the_picker_of_a_pool_of_engines(
+    nodes: tuple[str, ...], tmp_path: Path
+) -> None:
+    route = "proxy.httpRoute.parentRefs[0].name=public"
+    objects = render(*nodes, *sets(*PICKER, route))
+    pool = find(objects, "InferencePool", "m1")
+    check_picker(objects, pool, "m1-picker", container(find(objects, "Deployment", "m1")["spec"]))
+    assert of_pool([*objects, *render(name="m2")], pool) == ["m1-decode", "m1-prefill"]
+    (rule,) = find(objects, "HTTPRoute", "m1")["spec"]["rules"]
+    group = {"group": "inference.networking.k8s.io", "kind": "InferencePool"}
+    assert rule["backendRefs"] == [group | {"name": "m1"}]
+    gateway = settings(objects, tmp_path).gateway
+    assert (gateway.pick, gateway.pick_host, gateway.pick_port) == (
+        *("coordinator", "0.0.0.0"),  # noqa: S104 - read, not bound.
+        9002,
+    )
+    peer = {"namespaceSelector": {"matchLabels": {"runs": "gateway"}}}
+    for policy, port in (("m1-engines", 8000), ("m1-proxy", 9002)):
+        rules = find(objects, "NetworkPolicy", policy)["spec"]["ingress"]
+        assert [one["ports"] for one in rules if peer in one.get("from", ())] == [[{"port": port}]]
+
+
+@needs_helm
+def test_a_picker_is_off_unless_it_is_asked_for(tmp_path: Path) -> None:
+    objects = render()
+    assert not [one for one in objects if one["kind"] == "InferencePool"]
+    assert not [one for one in objects if one["metadata"]["name"] == "m1-picker"]
+    proxy = container(find(objects, "Deployment", "m1")["spec"])
+    assert proxy["args"][0] == "serve"
+    assert settings(objects, tmp_path).gateway.pick == "off"
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (PICKER[:1], "name where it runs in networkPolicy.gateway"),
+        ((*PICKER, "proxy.inferencePool.name=chat"), "a pool has proxies or engines"),
+        ((PICKER[1], "proxy.picker.mode=sidecar"), "decode pods have no sidecar"),
+        ((*PICKER, "engines.enabled=false", *ADDRESSES), "labels of the engines' pods"),
+        ((PICKER[1], "proxy.picker.mode=both"), "coordinator"),
+    ],
+)
+def test_a_picker_that_cannot_be_is_refused(values: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        render(*sets(*values))
+    assert reason in refused.value.stderr
+
+
+@needs_helm
+def test_engines_of_others_have_a_picker_too(tmp_path: Path) -> None:
+    values = ("engines.enabled=false", "proxy.picker.mode=sidecar", "proxy.picker.engines.app=llm")
+    objects = render(*sets(*values, PICKER[1], *ADDRESSES))
+    pool = find(objects, "InferencePool", "m1")
+    assert pool["spec"]["selector"]["matchLabels"] == {"app": "llm"}
+    check_picker(objects, pool, "m1-picker", container(find(objects, "Deployment", "m1")["spec"]))
+    assert settings(objects, tmp_path).gateway.pick == "sidecar"
+
+
+def kustomized(tmp_path: Path, old: str, new: str) -> list[Object]:
+    """Return the objects of the kustomization with a line changed."""
     assert KUBECTL is not None
     shutil.copytree(DEPLOY / "kubernetes", tmp_path / "kubernetes")
     path = tmp_path / "kubernetes" / "kustomization.yaml"
-    path.write_text(path.read_text().replace("# components:", "components:"))
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
     words = [KUBECTL, "kustomize", str(path.parent)]
     done = subprocess.run(words, capture_output=True, check=True, text=True)
     objects = list(yaml.safe_load_all(done.stdout))
     check_schemas(objects)
+    return objects
+
+
+@needs_kubectl
+def test_the_component_makes_the_proxy_a_picker(tmp_path: Path) -> None:
+    picker = "components: [components/picker, components/replicas]\n#"
+    objects = kustomized(tmp_path, "# components:", picker)
+    pool = find(objects, "InferencePool", "deepseek-v3")
+    proxy = container(find(objects, "Deployment", "balanceroute")["spec"])
+    check_picker(objects, pool, "balanceroute-picker", proxy)
+    assert "--pick-host=0.0.0.0" in proxy["args"]
+    assert of_pool(objects, pool) == ["decode", "prefill"]
+    (rule, _) = find(objects, "NetworkPolicy", "balanceroute-engines")["spec"]["ingress"]
+    assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateway"}}} in (
+        rule["from"]
+    )
+
+
+@needs_kubectl
+def test_the_component_makes_a_pool_of_the_proxy(tmp_path: Path) -> None:
+    objects = kustomized(tmp_path, "# components:", "components:")
     pool = find(objects, "InferencePool", "deepseek-v3")
     check_pool(pool, picker="deepseek-v3-epp")
-    pods = {
-        one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]
-        for one in objects
-        if "template" in one.get("spec", {})
-    }
-    wanted = pool["spec"]["selector"]["matchLabels"].items()
-    assert [name for name, labels in pods.items() if wanted <= labels.items()] == ["balanceroute"]
+    assert of_pool(objects, pool) == ["balanceroute"]
     proxy = container(find(objects, "Deployment", "balanceroute")["spec"])
     assert "--picker-metrics=vllm" in proxy["args"]
     (monitored,) = find(objects, "PodMonitor", "balanceroute")["spec"]["podMetricsEndpoints"]

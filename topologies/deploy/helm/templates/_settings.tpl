@@ -43,6 +43,18 @@
 {{- if $proxy.inferencePool.name -}}
 {{- $settings = merge $settings (dict "picker_metrics" (list "vllm")) -}}
 {{- end -}}
+{{- if $proxy.picker.mode -}}
+{{- if $proxy.inferencePool.name -}}
+{{- fail "a pool has proxies or engines: proxy.inferencePool.name and proxy.picker.mode are both there" -}}
+{{- else if and .Values.engines.enabled (eq $proxy.picker.mode "sidecar") -}}
+{{- fail "the chart's decode pods have no sidecar: proxy.picker.mode is sidecar, and engines.enabled" -}}
+{{- else if not (or .Values.engines.enabled $proxy.picker.engines) -}}
+{{- fail "engines.enabled is false: name the labels of the engines' pods in proxy.picker.engines" -}}
+{{- else if and .Values.networkPolicy.enabled (not .Values.networkPolicy.gateway) -}}
+{{- fail "a gateway must reach the picker and the engines: name where it runs in networkPolicy.gateway" -}}
+{{- end -}}
+{{- $settings = merge $settings (dict "pick" $proxy.picker.mode "pick_host" "0.0.0.0") -}}
+{{- end }}
 name = {{ include "balanceroute.name" . | toJson }}
 model = {{ .Values.models | toJson }}
 connector = {{ .Values.connector | toJson }}
