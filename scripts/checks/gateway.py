@@ -323,8 +323,8 @@ def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
     Then it stands before the engines of one unit, with `balanceroute pick` and a stand-in for llm-d's
     Coordinator: all answers must be those of an engine, decode calls are held while no rank has a slot, the
-    picker is killed and started again, and with --load the ranks idle no more than behind `serve`. With
-    --sidecar the same engines stand behind llm-d's own sidecars once more, and answer the same.
+    picker is killed and started again, and with --load the ranks idle no more than behind `serve`. Once more
+    the ranks stand behind sidecars, as llm-d's, and answer the same.
     """
     parser.add_argument("--requests", type=positive, default=80, help="answers to compare")
     parser.add_argument(
@@ -340,7 +340,9 @@ def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--coordinator", type=Path, help="llm-d's own program, for answers and load"
     )
-    parser.add_argument("--sidecar", type=Path, help="llm-d's own program, pd-sidecar")
+    parser.add_argument(
+        "--sidecar", type=Path, help="llm-d's own, pd-sidecar, in place of a stand-in"
+    )
     parser.add_argument("--only", choices=("units", "picks"), help="one half alone")
     args = parser.parse_args(words)
     failed = args.only != "picks" and _units(args)
@@ -374,17 +376,16 @@ def _picks(args: argparse.Namespace) -> bool:
             well &= picks.restarted(
                 unit, number, lambda: stack.enter_context(proxy_before(unit.engines, flags, folder))
             )
-    if args.sidecar is not None:
-        well &= _sidecars(args.sidecar, asked)
+    well &= _sidecars(args.sidecar, asked)
     if args.load:
         well &= picks.compared(args.load, free_port(), envoy_before)
     return not well
 
 
-def _sidecars(program: Path, asked: int) -> bool:
-    """Compare answers by way of llm-d's sidecars with an engine's own; return whether all are equal."""
+def _sidecars(program: Path | None, asked: int) -> bool:
+    """Compare answers by way of sidecars with an engine's own; return whether all are equal."""
     words = picks.ENGINES, picks.FLAGS, free_port(), envoy_before
-    with picks.picked(*words, sidecar=program) as unit:
+    with picks.picked(*words, mode="sidecar", program=program) as unit:
         direct = asyncio.run(answers(unit.engines["decode"][0], asked))
         through = asyncio.run(answers(unit.url, asked))
         good = sum(a == b and b[0] == 200 and b[2] for a, b in zip(direct, through, strict=True))

@@ -52,7 +52,7 @@ _PATIENCE_S = 30.0
 _SLOTS = 32
 
 
-# A stand-in for llm-d's Coordinator: one call for each phase.
+# A stand-in for llm-d's Coordinator, or its sidecar: one call for each phase.
 
 
 @dataclass
@@ -92,16 +92,18 @@ class _Phase:
 
 
 class Coordinator:
-    """Serves clients, and calls the gateway twice for each."""
+    """Serves clients, and calls the gateway twice for each; a sidecar, the named prefiller and then its rank."""
 
-    def __init__(self, gateway_port: int) -> None:
-        self._gateway = Endpoint("127.0.0.1", gateway_port)
+    def __init__(self, port: int, *, sidecar: bool) -> None:
+        self._next, self._sidecar = Endpoint("127.0.0.1", port), sidecar
+        self._prefillers: dict[bytes, Endpoint] = {}
         self._number = 0
         self.longest_s = 0.0  # The longest wait of a decode call for the head of its answer.
 
     def __call__(self, request: HttpRequest, reply: Reply) -> None:
-        if request.method != b"POST":  # It goes to a decode engine as it is.
-            self._call(request, b"decode", b"other", None, _Phase(lambda _: None, reply))
+        first = self._first(request)
+        if request.method != b"POST" or first is None:  # It goes to a decode engine as it is.
+            self._call(self._next, request, b"decode", None, _Phase(lambda _: None, reply))
             return
         values = json.loads(request.body)
         self._number += 1
@@ -113,7 +115,8 @@ class Coordinator:
                 return
             kv = json.loads(phase.body)["kv_transfer_params"]
             kv |= {"do_remote_decode": False, "do_remote_prefill": True}
-            self._call(request, b"decode", request_id, values | {"kv_transfer_params": kv}, decode)
+            more = values | {"kv_transfer_params": kv}
+            self._call(self._next, request, b"decode", more, decode, request_id=request_id)
 
         def decoded(phase: _Phase) -> None:
             self.longest_s = max(self.longest_s, phase.waited_s)
@@ -123,30 +126,42 @@ class Coordinator:
         decode = _Phase(decoded, reply)
         asked = {name: value for name, value in values.items() if name != "stream_options"}
         asked |= {"max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": _ASKS}
-        self._call(request, b"prefill", request_id, asked, _Phase(prefilled))
+        self._call(first, request, b"prefill", asked, _Phase(prefilled), request_id=request_id)
+
+    def _first(self, request: HttpRequest) -> Endpoint | None:
+        """Return where a prompt is computed; None for where its answer is."""
+        if not self._sidecar:
+            return self._next
+        named = request.header(b"x-prefiller-host-port")
+        if named is None:
+            return None
+        host, _, port = named.decode().rpartition(":")
+        return self._prefillers.setdefault(named, Endpoint(host, int(port)))
 
     def _call(
         self,
+        where: Endpoint,
         request: HttpRequest,
         phase: bytes,
-        request_id: bytes,
         values: dict[str, Any] | None,
         handler: _Phase,
+        *,
+        request_id: bytes = b"other",
     ) -> None:
         headers = [*_JSON, (b"epp-profile", phase), (b"x-request-id", request_id)]
         handler.began_s = time.monotonic()
-        body = b"" if values is None else json.dumps(values).encode()
-        self._gateway.request(request.method, request.path, headers, body, handler)
+        body = request.body if values is None else json.dumps(values).encode()
+        where.request(request.method, request.path, headers, body, handler)
 
 
 @contextmanager
-def stand_in(gateway: str) -> Iterator[tuple[str, Coordinator]]:
-    """Run the stand-in before a gateway; yield its address, and itself."""
+def stand_in(url: str, *, sidecar: bool = False) -> Iterator[tuple[str, Coordinator]]:
+    """Run the stand-in before a gateway, or a sidecar's before a rank; yield its address, and itself."""
     ready, stop = threading.Event(), threading.Event()
     found: list[Any] = []
 
     async def serve() -> None:
-        one = Coordinator(int(gateway.rpartition(":")[2]))
+        one = Coordinator(int(url.rpartition(":")[2]), sidecar=sidecar)
         server = Server(one, limits=ServerLimits(), refuse=_refuse)
         await server.start("127.0.0.1", 0)
         found.extend((f"http://127.0.0.1:{server.port}", one))
@@ -198,11 +213,14 @@ def real(program: Path, gateway: str, port: int) -> Iterator[str]:
 
 
 @contextmanager
-def sidecars(program: Path, engines: dict[str, list[str]]) -> Iterator[dict[str, list[str]]]:
-    """Run llm-d's own sidecar before each decode rank; yield the engines with these in their places."""
+def sidecars(program: Path | None, engines: dict[str, list[str]]) -> Iterator[dict[str, list[str]]]:
+    """Run a sidecar before each decode rank, llm-d's own if it is there; yield the engines with these for ranks."""
     with ExitStack() as stack:
         found = []
         for url in engines["decode"]:
+            if program is None:
+                found.append(stack.enter_context(stand_in(url, sidecar=True))[0])
+                continue
             with create_server(("127.0.0.1", 0)) as one:
                 port = one.getsockname()[1]
             words = [
@@ -253,14 +271,15 @@ def picked(
     pick_port: int,
     envoy_before: Before,
     *,
-    sidecar: Path | None = None,
+    mode: str = "coordinator",
+    program: Path | None = None,
 ) -> Iterator[Unit]:
-    """Run engines, picker and Envoy; with llm-d's sidecars before the ranks if their program is there."""
+    """Run engines, picker and Envoy, and with the mode `sidecar` these; `program` is theirs, if it is there."""
     with ExitStack() as stack:
-        engines = stack.enter_context(emulated(words))
-        known = engines if sidecar is None else stack.enter_context(sidecars(sidecar, engines))
+        known = engines = stack.enter_context(emulated(words))
+        if mode == "sidecar":
+            known = stack.enter_context(sidecars(program, engines))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        mode = "coordinator" if sidecar is None else "sidecar"
         flags = (*flags, f"--pick={mode}", f"--pick-port={pick_port}")
         picker = stack.enter_context(proxy_before(known, flags, folder))
         ports = [int(url.rpartition(":")[2]) for urls in known.values() for url in urls]
