@@ -43,6 +43,7 @@ OUTPUT_TOKENS = "output_tokens"
 _TICK_S = 0.25
 # Ray sends a request within a moment of its choice, unless its caller only asked where it would go.
 _SENT_S = 30.0
+_MOST_MADE = 1e18
 _log = logging.getLogger(__name__)
 
 
@@ -225,7 +226,7 @@ class BalanceRouter(RequestRouter):
             if told and told is not self._stats.get(_name(replica)):
                 self._stats[_name(replica)] = told
                 made = told.get(OUTPUT_TOKENS)
-                if isinstance(made, int | float) and math.isfinite(made) and made >= 0:
+                if isinstance(made, int | float) and 0 <= made <= _MOST_MADE:
                     self._choices.output(_name(replica), made)
         now_s = self._clock()
         for asking in [one for same in self._chosen.values() for one in same]:

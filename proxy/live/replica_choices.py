@@ -10,6 +10,7 @@ is no prefiller here: each request is in the pool from when it asks.
     choices.began(number); choices.ended(number)       # or `refused`, `cancelled`
 """
 
+import logging
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.core.setting import choice, integer, number, settings_of, words
 from balanceroute.proxy.live.scheduling.scraped_loads import RankPace
 
+_log = logging.getLogger(__name__)
 MOST_TOKENS = 1 << 24
 """Of a prompt; more than any context has."""
 
@@ -56,7 +58,7 @@ class ReplicaSettings:
     policy: str = choice("br-h", "routing policy", words(["fifo", "br-0", "br-h"]))
     batch: int | None = integer(
         None,
-        "slots of a replica",
+        "slots of a replica, if those are fewer than its own",
         1,
         10**6,
         shown_default="its max_ongoing_requests",
@@ -94,6 +96,10 @@ class ReplicaSettings:
         return cls(**checked)
 
 
+def _failed(what: str, error: Exception) -> None:
+    _log.error("the %s failed; the oldest request goes first", what, exc_info=error)
+
+
 class _Progress(Struct):
     """How far a request is that a rank has begun."""
 
@@ -126,7 +132,9 @@ class ReplicaChoices:
         self._paces: dict[RankId, RankPace] = {}
         self._progress: dict[RequestId, _Progress] = {}
         self._count = 0
-        self.scheduler = Scheduler(self._config(), self._policy(), observer=observer)
+        self.scheduler = Scheduler(
+            self._config(), self._policy(), on_failure=_failed, observer=observer
+        )
         # There is no replica yet, and no scheduler without a rank.
         self.feed(RankClosed(RankId(0)), self._now_ns())
 
@@ -174,7 +182,8 @@ class ReplicaChoices:
     def replicas(self, slots: Mapping[str, int]) -> None:
         """Note which replicas there are, and the requests that each takes at a time."""
         now_ns = self._now_ns()
-        given = {name: max(1, self._settings.batch or most) for name, most in slots.items()}
+        batch = self._settings.batch
+        given = {name: max(1, min(batch or most, most)) for name, most in slots.items()}
         before = {name: self._slots[rank] for name, rank in self._ids.items()}
         for name in [name for name in self._ids if name not in given]:
             rank = self._ids.pop(name)

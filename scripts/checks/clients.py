@@ -383,7 +383,16 @@ def ray(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.parse_args(words)
     python = environment(ROOT / "build" / "ray", "-e", f"{ROOT}[ray]", "pytest")
     # The project's conftest asks for what its other tests need.
-    options = ["--noconftest", "-q", "-p", "no:cacheprovider", "--disable-warnings", "-rs"]
+    options = [
+        "--noconftest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--disable-warnings",
+        "-rs",
+        "-o",
+        "faulthandler_timeout=0",
+    ]
     test = ROOT / "tests" / "live" / "test_ray_router.py"
     done = subprocess.run([python, "-m", "pytest", *options, test], cwd=ROOT, check=False)
     return done.returncode

@@ -16,7 +16,7 @@ import pytest
 
 from balanceroute.predictors.survival import Survival
 from balanceroute.proxy.core.config import SchedulerConfig
-from balanceroute.proxy.core.events import Admit, RequestFinished
+from balanceroute.proxy.core.events import Admit, RankId, RequestFinished
 from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.scheduler import Scheduler
 
@@ -200,3 +200,243 @@ def test_the_router_chooses_as_the_core_and_idles_less_than_rays_own(
     assert len(ran["ours"]) >= REQUESTS
     assert {name: chosen[name] for name in ran["ours"]} == ran["ours"]
     assert idle["ours"] < idle["power-of-two"]
+
+
+# Without a cluster: what Ray asks and tells, by hand.
+
+
+class Replica:
+    """What a router sees of a replica."""
+
+    def __init__(self, name: str, slots: int = 1) -> None:
+        from ray.serve.request_router import ReplicaID  # noqa: PLC0415
+
+        self.replica_id = ReplicaID(name, deployment_id=deployment())
+        self.max_ongoing_requests = slots
+        self.routing_stats: dict[str, object] = {}
+        self.held = 0
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        del deadline_s
+        return self.held
+
+
+class Hand:
+    """A router with replicas, and the calls that Ray makes."""
+
+    def __init__(self, *replicas: Replica, **settings: object) -> None:
+        from ray.serve._private.common import DeploymentHandleSource  # noqa: PLC0415
+
+        from balanceroute.proxy.live.ray_router import BalanceRouter  # noqa: PLC0415
+
+        self.router = BalanceRouter(
+            deployment(), DeploymentHandleSource.UNKNOWN, use_replica_queue_len_cache=True
+        )
+        self.router.initialize_state(**settings)
+        self.now_s = 50.0
+        self.router._clock = lambda: self.now_s
+        self.router._choices._clock = lambda: self.now_s
+        self.router.update_replicas(list(replicas))
+
+    def ask(self, name: str = "one") -> tuple[Any, "asyncio.Task[Any]"]:
+        from ray.serve._private.common import RequestMetadata  # noqa: PLC0415
+        from ray.serve.request_router import PendingRequest  # noqa: PLC0415
+
+        pending = PendingRequest(
+            args=[{"prompt": "x" * 40, "max_tokens": 5}],
+            kwargs={},
+            metadata=RequestMetadata(request_id=name, internal_request_id=name),
+        )
+        return pending, asyncio.create_task(self.router._choose_replica_for_request(pending))
+
+    def over(self, replica: Replica, name: str = "one") -> None:
+        self.router.on_request_completed(replica.replica_id, name)
+
+    async def nothing_left(self) -> None:
+        await asyncio.sleep(0)
+        router = self.router
+        assert not [*router._by_future, *router._by_number, *router._chosen]
+        assert not router._choices.scheduler.requests
+
+
+def deployment() -> Any:
+    from ray.serve._private.common import DeploymentID  # noqa: PLC0415
+
+    return DeploymentID(name="decode")
+
+
+async def soon(what: "asyncio.Task[Any]") -> Any:
+    async with asyncio.timeout(5):
+        return await what
+
+
+async def still(*whats: "asyncio.Task[Any]") -> None:
+    await asyncio.sleep(0.05)
+    assert not [what for what in whats if what.done()]
+
+
+def by_hand(scenario: Any) -> Any:
+    def test() -> None:
+        asyncio.run(scenario())
+
+    return test
+
+
+@by_hand
+async def test_it_waits_for_a_slot() -> None:
+    replica = Replica("a")
+    hand = Hand(replica)
+    pending, first = hand.ask()
+    assert await soon(first) is replica
+    hand.router.on_request_routed(pending, replica.replica_id, None)
+    _, second = hand.ask("two")
+    _, third = hand.ask("three")
+    await still(second, third)
+    hand.over(replica)
+    assert await soon(second) is replica
+    hand.over(replica)  # Nobody's any more.
+    await still(third)
+    hand.over(replica, "two")
+    await soon(third)
+    hand.over(replica, "three")
+    await hand.nothing_left()
+
+
+@by_hand
+async def test_who_gives_up_leaves_nothing() -> None:
+    replica = Replica("a")
+    hand = Hand(replica)
+    _, first = hand.ask()
+    await soon(first)
+    _, second = hand.ask("two")
+    _, third = hand.ask("three")
+    await still(second, third)
+    second.cancel()
+    await still(third)
+    hand.over(replica)
+    assert await soon(third) is replica
+    hand.over(replica, "three")
+    await hand.nothing_left()
+
+
+@by_hand
+async def test_without_a_replica_it_waits_for_one() -> None:
+    hand = Hand()
+    _, first = hand.ask()
+    await still(first)
+    replica = Replica("a")
+    hand.router.update_replicas([replica])
+    assert await soon(first) is replica
+    hand.router.on_replica_actor_died(replica.replica_id)
+    _, second = hand.ask("two")
+    await still(second)
+    hand.over(replica)
+    second.cancel()
+    await still()
+    await hand.nothing_left()
+
+
+@by_hand
+async def test_a_replica_that_others_fill_is_left() -> None:
+    replicas = [Replica("a"), Replica("b")]
+    hand = Hand(*replicas)
+    replicas[0].held = 1
+    _, first = hand.ask()
+    assert await soon(first) is replicas[1]
+    hand.over(replicas[1])
+    await hand.nothing_left()
+
+
+@by_hand
+async def test_what_a_replica_rejects_is_asked_for_again_under_the_same_id() -> None:
+    replica = Replica("a", slots=2)
+    hand = Hand(replica)
+    pending, first = hand.ask()
+    await soon(first)
+    again = asyncio.create_task(hand.router._choose_replica_for_request(pending, is_retry=True))
+    assert await soon(again) is replica
+    hand.over(replica)  # Of the first, told late.
+    assert len(hand.router._by_number) == 1
+    hand.over(replica)
+    await hand.nothing_left()
+
+
+@by_hand
+async def test_who_waits_too_long_gets_an_error() -> None:
+    from ray.serve.exceptions import BackPressureError  # noqa: PLC0415
+
+    replica = Replica("a")
+    hand = Hand(replica, wait_s=3)
+    _, first = hand.ask()
+    await soon(first)
+    _, second = hand.ask("two")
+    await still(second)
+    hand.now_s += 3.5
+    with pytest.raises(BackPressureError):
+        await soon(second)
+    hand.over(replica)
+    await hand.nothing_left()
+
+
+@by_hand
+async def test_what_nobody_sends_or_ends_is_over() -> None:
+    replica = Replica("a", slots=2)
+    hand = Hand(replica, answer_timeout_s=100)
+    _, first = hand.ask()
+    await soon(first)
+    pending, second = hand.ask("two")
+    second.cancel()
+    asked = asyncio.create_task(hand.router.choose_replicas([replica], pending))
+    pending.future = asyncio.Future()  # Nobody sets it: its caller asks for a place only.
+    assert await soon(asked) == [[replica]]
+    hand.now_s += 31
+    hand.router._tick()
+    assert len(hand.router._by_number) == 1
+    hand.now_s += 70
+    hand.router._tick()
+    await hand.nothing_left()
+
+
+@by_hand
+async def test_a_fault_of_its_own_is_an_error_of_its_caller() -> None:
+    replica = Replica("a")
+    hand = Hand(replica)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hand.router._choices, "decide", lambda: 1 // 0)
+        _, first = hand.ask()
+        with pytest.raises(ZeroDivisionError):
+            await soon(first)
+    await hand.nothing_left()
+    _, second = hand.ask("two")
+    assert await soon(second) is replica
+    hand.over(replica, "two")
+
+
+@by_hand
+async def test_stats_of_any_kind_are_read() -> None:
+    replica = Replica("a", slots=9)
+    hand = Hand(replica)
+    for told in (None, "many", float("nan"), float("inf"), -1, True, 5, 10**400):
+        replica.routing_stats = {"output_tokens": told}
+        hand.now_s += 1
+        hand.router._tick()
+    assert hand.router._choices._paces[RankId(0)].output_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ([], (1, None)),
+        ([{"prompt": "x" * 9, "max_tokens": 4}], (3, 4)),
+        ([{"prompt": [5] * 9, "max_tokens": "4"}], (9, None)),
+        ([{"prompt": [[5] * 9, [6] * 2], "max_tokens": -4}], (11, None)),
+        ([{"prompt": ""}], (1, None)),
+        ([None, {"messages": [{"content": "x" * 8}, {"content": None}]}], (2, None)),
+        ([{"messages": [{"content": [{"text": "x" * 8}, {"image": 5}]}]}], (2, None)),
+        ([{"messages": 5.5, "max_completion_tokens": 7}], (1, 7)),
+    ],
+)
+def test_sizes_follow_from_what_is_asked(given: Any, sizes: tuple[int, int | None]) -> None:
+    from balanceroute.proxy.live import ray_router  # noqa: PLC0415
+
+    assert ray_router.sizes(given, 4.0) == sizes

@@ -185,8 +185,21 @@ def test_what_nobody_counts_teaches_nothing(clock: Clock, before: bool, between:
     assert not choices._predictor._history
 
 
+def test_without_its_policy_the_oldest_goes_first(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    choices = choices_of(clock, {"a": 1, "b": 1})
+    requests = [choices.ask(10) for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(choices.scheduler.policy), "dispatch", lambda *_: 1 // 0)
+        assert {request for request, _ in choices.decide()} == set(requests[:2])
+    assert "the policy failed" in caplog.text
+    choices.ended(requests[0])
+    assert [request for request, _ in choices.decide()] == requests[2:]
+
+
 def test_sizes_are_bounded(clock: Clock) -> None:
-    choices = choices_of(clock, {"a": 0, "b": 2})
+    choices = choices_of(clock, {"a": 0, "b": 10**12}, batch=2)
     for tokens, most in ((-5, -1), (0, 0), (10**30, 10**30)):
         choices.ask(tokens, most)
     assert len(choices.decide()) == 3
