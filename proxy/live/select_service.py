@@ -327,9 +327,13 @@ class SelectService:
 
     def _named(self, request: HttpRequest) -> "list[Group]":
         """Return the groups that a query asks for."""
-        asked = parse_qs(request.query.decode("latin-1"), max_num_fields=8)
+        try:
+            asked = parse_qs(request.query.decode("latin-1"), max_num_fields=8)
+        except ValueError as error:
+            raise _RefusedError(400, f"the query: {error}") from None
         names = asked.get("model_name", [])
-        return [self._group(name) for name in names] or list(self._groups)
+        found = {group.name: group for group in map(self._group, names)} if names else {}
+        return list(found.values()) or list(self._groups)
 
     def _group(self, model: str) -> "Group":
         found = self._groups.find("" if model == _DEFAULT else model)
@@ -403,7 +407,7 @@ class SelectService:
         asked = _read(request, _PROMPT)
         if asked.worker_id is None:
             name = asked.selection_id or asked.reservation_id or ""
-            kept = self._asked.pop(name, None)
+            kept = self._asked.get(name)
             if kept is None:
                 raise _RefusedError(404, f"there is no selection {name[:128]!r}, and no worker_id")
             asked = kept
@@ -437,6 +441,7 @@ class SelectService:
         async def choose() -> None:
             engine = None if decodes else await found.prefiller()
             row = _choice(name, asked, engine or await found.rank())
+            self._asked.pop(name, None)  # Until then who was refused may ask again.
             within_s = pulled_within_s(group.intake.context.legs)
             if engine is not None and within_s is not None:
                 row["pull_within_s"] = within_s
@@ -522,6 +527,8 @@ class SelectService:
         if asked.allowed_worker_ids is None:
             return None
         allowed = set(asked.allowed_worker_ids)
+        if not allowed:
+            raise _RefusedError(503, "no worker is allowed: allowed_worker_ids is empty")
         known = {worker_id(one) for one in _engines(group)}
         if strange := sorted(allowed - known):
             raise _RefusedError(404, f"there is no worker {strange[0]}")

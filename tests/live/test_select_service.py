@@ -194,6 +194,36 @@ async def test_only_the_allowed_workers_are_chosen(site: Site) -> None:
             await call(site, f"/reservations/{name}", method="DELETE")
 
 
+@asked()
+async def test_who_is_allowed_nobody_gets_nobody(site: Site) -> None:
+    for path in ("/select", "/select_and_reserve"):
+        for phase in ("prefill", "decode"):
+            body: dict[str, object] = {"isl_tokens": 5, "phase": phase, "allowed_worker_ids": []}
+            assert "allowed_worker_ids" in error(await call(site, path, body), 503)
+    assert len(service_of(site)._selector) == 0
+
+
+@asked()
+async def test_a_selection_that_is_refused_may_be_asked_for_again(site: Site) -> None:
+    await reserved(site, "one")
+    await call(site, "/select", {"selection_id": "one", "isl_tokens": 50})
+    assert "in use" in error(await call(site, "/reservations", {"selection_id": "one"}), 409)
+    await call(site, "/reservations/one", method="DELETE")
+    assert (await call(site, "/reservations", {"selection_id": "one"})).status == 201
+    await call(site, "/reservations/one", method="DELETE")
+    assert "selection" in error(await call(site, "/reservations", {"selection_id": "one"}), 404)
+
+
+@asked()
+async def test_queries_have_bounds(site: Site) -> None:
+    many = "&".join(f"a{number}=1" for number in range(9))
+    for path in ("/loads", "/workers"):
+        assert "query" in error(await call(site, f"{path}?{many}", method="GET"), 400)
+        once = await get(site, f"{path}?model_name=default")
+        assert await get(site, f"{path}?{'&'.join(['model_name=default'] * 8)}") == once
+        assert await get(site, f"{path}?model_name=%ff%00&b=%zz") == once
+
+
 @asked(lease_s=300)
 async def test_a_rank_is_waited_for(site: Site) -> None:
     instances = site.world.proxy.deployment.instances
