@@ -584,7 +584,8 @@ async def _next(messages: AsyncIterator[Any], closing: "asyncio.Future[None]") -
 def _hints(metadata: "Mapping[str, struct_pb2.Struct]", headers: Headers) -> frozenset[str] | None:
     """Return the only endpoints that a gateway allows, as it tells in either way; None for all."""
     told: list[str] = []
-    if _HINTS in metadata:
+    # Without the key it tells of nothing; to ask for one that is not there makes it.
+    if _HINTS in metadata and _SUBSET in metadata[_HINTS].fields:
         value = metadata[_HINTS].fields[_SUBSET]
         if value.WhichOneof("kind") == "list_value":
             told = [one.string_value for one in value.list_value.values]

@@ -290,6 +290,23 @@ async def test_hints_of_the_gateway_are_obeyed(site: Site) -> None:
 
 
 @served(flags=FLAGS)
+async def test_hints_without_the_key_allow_all(site: Site) -> None:
+    gateway = Gateway(picker_of(site))
+    head = pb.HttpHeaders(
+        headers=base_pb2.HeaderMap(
+            headers=[
+                base_pb2.HeaderValue(key=key, raw_value=value.encode())
+                for key, value in {":method": "POST", ":path": PATH, **profile("decode")}.items()
+            ]
+        )
+    )
+    message = pb.ProcessingRequest(request_headers=head)
+    message.metadata_context.filter_metadata["envoy.lb.subset_hint"].update({"other": "1"})
+    assert await gateway.send(message).body().destination() in places(site)[1]
+    await gateway.answer_begins().end()
+
+
+@served(flags=FLAGS)
 async def test_other_engines_are_named_to_fall_back_on(site: Site) -> None:
     for count in (0, 1, 8):
         gateway = Gateway(picker_of(site, pick_fallbacks=count)).head(profile("decode")).body()
