@@ -409,7 +409,7 @@ def draw_responses(rng: random.Random, number: int) -> dict[str, Any]:
         {"tools": [space], "tool_choice": "required", "max_output_tokens": 200},
         {"tools": [custom], "tool_choice": "required", "max_output_tokens": 30},
         {"text": {"format": schema}, "max_output_tokens": 200},
-        {"stop": ["e", "never said"]},
+        {"stop": ["e"]},  # A longer one holds text back, which thoughts do not survive.
         {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
         {"temperature": 0.8, "seed": number, "top_p": 0.9},
         {"input": [item, begun | {"content": [{"type": "output_text", "text": "It is"}]}]},
