@@ -174,7 +174,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_700, 37),
     "proxy/wire": (7_650, 24),
-    "proxy/live": (38_550, 125),
+    "proxy/live": (38_600, 125),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (6_000, 26),
     "predictors": (3_750, 13),
@@ -184,7 +184,7 @@ BUDGET = {
     "scripts": (17_500, 46),
     "tests/support": (12_550, 43),
     # All of it.
-    "tests": (115_050, 409),
+    "tests": (115_100, 409),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -720,11 +720,11 @@ def test_runs_before_real_engines_pool_into_one_table(tmp_path: Path) -> None:
     file, draw = tmp_path / "runs.jsonl", np.random.default_rng(0)
     for policy, first in (("jsq", 1000), ("br-h", 1000), ("br-h", 1500), ("vllm-router", 1000)):
         loads = draw.integers(5_000, 20_000, (50, 2)).astype(float)
-        batch = np.full_like(loads, 8.0)
+        batch = np.full_like(loads, 7.8)
         # By processor time a line in the load, by the clock with something that no load explains.
         times = 0.012 + 1e-6 * loads
         steps = balance.Steps(loads, batch, times, times + draw.uniform(0, 0.02, loads.shape))
-        outcome = balance.Outcome(sent=120, whole=90)
+        outcome = balance.Outcome(sent=120, tokens=12_000, whole=90)
         balance.add_run(file, balance.Run(policy, first, outcome, steps))
     found = balance.read_runs(file)
     assert [(one.policy, one.first) for one in found][-1] == ("vllm-router", 1000)
@@ -736,6 +736,7 @@ def test_runs_before_real_engines_pool_into_one_table(tmp_path: Path) -> None:
     own = sorted(100 * one.steps.idle for one in found if one.policy == "br-h")
     idle = f"{sum(own) / 2:.1f} ({own[0]:.1f} to {own[1]:.1f})"
     assert table.splitlines()[3].startswith(f"| br-h | 2 | 100 | {idle} | 10.0 | ")
+    assert balance.refill_steps(found[0]) == pytest.approx(100 * 0.2 / 7.8)
     assert fits.splitlines()[2].startswith("| processor time | 12.0 | 1.00 | 1.00 | ")
     assert " 1.00 " not in fits.splitlines()[3]
 
