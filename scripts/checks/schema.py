@@ -39,7 +39,6 @@ NOT_SERVED = {
     "/is_scaling_elastic_ep": "the operator's",
     "/scale_elastic_ep": "the operator's",
     "/kv_event_sources": "the operator's",
-    "/v1/systemone": "a version under development had it; vLLM 0.33 has /v1/decisions",
     "/v1/responses/{response_id}": "an answer is kept by the engine that made it",
     "/v1/responses/{response_id}/cancel": "an answer is kept by the engine that made it",
 }

@@ -1,5 +1,7 @@
 """The routes: each is served by whom the table says, and docs/appendix/routes.md says the same."""
 
+import gzip
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).parents[3] / "docs" / "appendix" / "routes.md"
 RESPONSES = "/v1/responses"
 BATCH = "/v1/chat/completions/batch"
+# What vLLM says of itself, for `scripts/checks`.
+SCHEMA = Path(__file__).parents[3] / "scripts" / "checks" / "vllm_openapi.json.gz"
+OPERATORS = {"/scale_elastic_ep", "/is_scaling_elastic_ep", "/kv_event_sources"}
 SINGLE = [route for route in ROUTES if route.handling is Handling.SINGLE_ENGINE]
 
 
@@ -47,6 +52,12 @@ def test_the_documented_routes_are_those_that_are_served() -> None:
             assert route.media.value in words
         if route.handling is Handling.OWN:
             assert ("without an API key" in words) is not route.keyed
+
+
+def test_each_route_that_vllm_describes_is_known() -> None:
+    paths = json.loads(gzip.decompress(SCHEMA.read_bytes()))["paths"]
+    described = {re.sub(r"\{.*?\}", "{id}", path) for path in paths}
+    assert described - {route.path for route in (*ROUTES, *CONTROL)} == OPERATORS
 
 
 @pytest.mark.parametrize(
