@@ -44,6 +44,7 @@ PARTS = {
         "appendix/log",
         "appendix/engines",
         "appendix/real_balance",
+        "appendix/suites",
         "appendix/costs",
     ),
 }

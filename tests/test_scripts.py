@@ -747,3 +747,35 @@ def test_a_file_of_other_lines_is_no_table_of_runs(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"runs\.jsonl:1: no run of this check"):
         script("checks.balance").read_runs(file)
     assert script("checks.balance").read_runs(tmp_path / "none") == []
+
+
+def test_a_suite_of_others_is_compared_side_by_side(tmp_path: Path) -> None:
+    suites = script("checks.suites")
+    runs: list[tuple[str, tuple[str, ...]]] = []
+
+    def suite(side: str, only: tuple[str, ...], _folder: Path) -> dict[str, tuple[str, str]]:
+        runs.append((side, tuple(only)))
+        proxy = side == "proxy"
+        first = len(runs) <= 2
+        return {
+            "t::same": ("failed", "on both"),
+            "t::random": ("failed" if proxy and first else "passed", ""),
+            "t::ours": ("failed" if proxy else "passed", "it said so"),
+            "t::test_show_version": ("failed" if proxy else "passed", ""),
+        } | ({} if proxy else {"t::gone": ("passed", "")})
+
+    engine, proxy = suites.compare(suite, ("engine", "proxy"), tmp_path)
+    # Neither what is the same on both sides nor what is explained runs again.
+    assert runs[2:] == [
+        ("engine", ("t::gone", "t::ours", "t::random")),
+        ("proxy", ("t::gone", "t::ours", "t::random")),
+        ("engine", ("t::gone", "t::ours")),
+        ("proxy", ("t::gone", "t::ours")),
+    ]
+    counts, said = suites.counted(engine, proxy)
+    assert counts == (5, 4, 1, 3)
+    assert said == {"t::gone": "not run", "t::ours": "it said so", "t::test_show_version": ""}
+    page = suites.page_of({"vllm": (counts, said)})
+    assert "| vllm | 5 | 4 | 1 | 3 | vLLM's tests" in page
+    assert "* `t::ours`: NOT EXPLAINED: it said so" in page
+    assert "* `t::test_show_version`: `/version` is the proxy's" in page

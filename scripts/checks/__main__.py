@@ -14,6 +14,7 @@ COMMANDS = {
     "gateway": "checks.gateway",
     "http3": "checks.http3",
     "ray": "checks.clients",
+    "suites": "checks.suites",
 }
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pret
 """
 
 
-def check_aiperf(url: str, folder: Path) -> Iterator[Result]:
+def check_aiperf(url: str, folder: Path, model: str) -> Iterator[Result]:
     """Run it, unchanged."""
     python, version, fault = _load_tool("aiperf", folder)
     if fault is not None:
@@ -225,7 +225,7 @@ def check_aiperf(url: str, folder: Path) -> Iterator[Result]:
         for streaming in (True, False):
             name = f"{kind}, {'streamed' if streaming else 'whole'}"
             out = folder / name.replace(", ", "-")
-            command = [python.parent / "aiperf", "profile", "--model", "emulated"]
+            command = [python.parent / "aiperf", "profile", "--model", model]
             command += ["--url", url, "--endpoint-type", kind]
             command += ["--streaming"] if streaming else []
             command += ["--tokenizer", folder / "tokeniser", "--use-server-token-count"]
@@ -363,7 +363,7 @@ def clients(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
                 "agents": check_wires(proxy),
                 "curl": check_curl(proxy.url, proxy.admin_url, folder),
                 "schema": check_against_an_engine(proxy),
-                "aiperf": check_aiperf(proxy.url, folder),
+                "aiperf": check_aiperf(proxy.url, folder, MODEL),
                 "guidellm": check_guidellm(proxy.url, folder),
             }
             for name, group in groups.items():

@@ -1,4 +1,4 @@
-"""Writes tiny models with random weights, two dense and two mixtures of experts, and their tokenisers.
+"""Writes tiny models with random weights, two dense, one that sees, and two mixtures of experts, and their tokenisers.
 
     python make_models.py FOLDER
 
@@ -24,6 +24,12 @@ from tokenizers import (  # type: ignore[import-not-found]
     trainers,
 )
 from transformers import (  # type: ignore[import-not-found]
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -35,6 +41,7 @@ VOCABULARY = 2048
 CONTEXT = 4096
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _THINKING = ["<think>", "</think>"]
+_IMAGE = "<image>"
 _END_OF_THOUGHTS = 3.0
 _TEMPLATE = (
     "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -86,6 +93,47 @@ def save(folder: Path, config: Any, kind: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def save_vision(folder: Path, common: dict[str, Any]) -> None:
+    """Write a model that sees images of 56 by 56 points, each in 16 tokens."""
+    tokenizer = tokeniser()
+    tokenizer.add_tokens([_IMAGE], special_tokens=True)
+    part = (
+        f"{{% if part['type'] == 'text' %}}{{{{ part['text'] }}}}{{% else %}}{_IMAGE}{{% endif %}}"
+    )
+    tokenizer.chat_template = _TEMPLATE.replace(
+        "{{ message['content'] or '' }}",
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+        f"{{% for part in message['content'] %}}{part}{{% endfor %}}{{% endif %}}",
+    )
+    eyes = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        projection_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+        initializer_range=0.3,
+    )
+    config = LlavaConfig(
+        text_config=LlamaConfig(**common | {"vocab_size": len(tokenizer)}),
+        vision_config=eyes,
+        image_token_index=tokenizer.convert_tokens_to_ids(_IMAGE),
+        vision_feature_layer=-1,
+        image_seq_length=16,
+    )
+    save(folder, config, LlavaForConditionalGeneration, tokenizer)
+    LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(
+            size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
+        ),
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
+
+
 def main() -> None:
     """Write all."""
     folder = Path(sys.argv[1])
@@ -115,6 +163,7 @@ def main() -> None:
     dense = Qwen3Config(**common)
     save(folder / "tiny-dense", dense, Qwen3ForCausalLM, tokenizer)
     save(folder / "tiny-thinking", dense, Qwen3ForCausalLM, tokeniser(thinks=True))
+    save_vision(folder / "tiny-vision", common)
     save(folder / "tiny-moe", Qwen3MoeConfig(**common, **experts), Qwen3MoeForCausalLM, tokenizer)
     attention = {
         "hidden_size": 128,

@@ -120,8 +120,7 @@ ROUTES: tuple[Route, ...] = (
     *_single("/v1/embeddings", "/v2/embed", "/pooling", "/classify"),
     *_single("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring"),
     *_single("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
-    # The first one is of vLLM 0.33.
-    *_single("/v1/decisions", "/v1/systemone"),
+    *_single("/v1/decisions", "/v1/systemone"),  # The first one is of vLLM 0.33.
     *_single("/v1/chat/completions/render", "/v1/completions/render"),
     *_single("/v1/messages/render", "/v1/responses/render"),
     *_single("/v1/chat/completions/derender", "/v1/completions/derender"),

@@ -1,0 +1,751 @@
+"""Other projects' suites and load tools, each run against an engine alone and against the proxy before engines."""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import tarfile
+import tempfile
+import threading
+import time
+import zlib
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import httpx
+from tests.support.soak.run import held_by_proxy
+
+from checks.clients import check_aiperf, check_frameworks
+from checks.fleet import (
+    CLIENT,
+    MODELS,
+    VARIABLES,
+    VENV,
+    VLLM,
+    Engine,
+    Order,
+    Proxy,
+    ask,
+    before,
+    environment,
+    essence,
+    free_port,
+    prepare,
+    running,
+    until,
+)
+from experiment import ROOT, right, table_head, table_row
+
+HERE = Path(__file__).parent
+HOME = ROOT / "build" / "suites"
+PAGE = ROOT / "docs" / "appendix" / "suites.md"
+MODEL = "tiny"
+TOKENISER = MODELS / "tiny-dense"
+SMG = "https://github.com/lightseekorg/smg"
+SMG_COMMIT = "73da68ca9472bbc0ff5f63d31a8a21fbb8696359"
+_PYTEST = ("pytest", "pytest-asyncio", "pytest-timeout", "iniconfig", "pluggy", "tblib")
+# The names by which the suites call the one model, of Hugging Face's hub and others.
+NAMES = [
+    "HuggingFaceH4/zephyr-7b-beta",
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "Qwen/Qwen2-1.5B-Instruct",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+    "Qwen/Qwen2.5-14B-Instruct",
+    "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-1.7B",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-4B-Instruct-2507",
+    "Qwen/Qwen3-8B",
+    "charent/self_cognition_Alice",
+    "claude-3-7-sonnet-latest",
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+    "facebook/opt-125m",
+    "google/translategemma-4b-it",
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "meta-llama/Llama-3.2-1B-Instruct",
+    "openai/gpt-oss-20b",
+    "qwen3-lora",
+    "typeof/zephyr-7b-beta-lora",
+    "zephyr-lora",
+]
+_VLLM_TESTS = [
+    "anthropic/test_messages.py",
+    "generate",
+    "openai/chat_completion/test_batched_chat_completions.py",
+    "openai/chat_completion/test_chat.py",
+    "openai/chat_completion/test_chat_completion.py",
+    "openai/chat_completion/test_chat_completion_with_prompt_embeds.py",
+    "openai/chat_completion/test_chat_echo.py",
+    "openai/chat_completion/test_chat_logit_bias_validation.py",
+    "openai/chat_completion/test_completion_with_function_calling.py",
+    "openai/chat_completion/test_enable_force_include_usage.py",
+    "openai/chat_completion/test_extra_content_fields.py",
+    "openai/chat_completion/test_include_reasoning.py",
+    "openai/chat_completion/test_logprob_token_ids.py",
+    "openai/chat_completion/test_root_path.py",
+    "openai/completion/test_completion.py",
+    "openai/completion/test_completion_with_prompt_embeds.py",
+    "openai/completion/test_prompt_validation.py",
+    "openai/completion/test_token_in_token_out.py",
+    "openai/models",
+    "openai/responses/test_basic.py",
+    "openai/responses/test_errors.py",
+    "openai/responses/test_function_call.py",
+    "openai/responses/test_simple.py",
+    "openai/responses/test_stateful.py",
+    "openai/responses/test_streaming_events.py",
+    "openai/responses/test_structured_output.py",
+    "openai/test_chunked_prompt.py",
+    "openai/test_return_token_ids.py",
+    "openai/test_return_tokens_as_ids.py",
+    "serve/instrumentator/test_basic.py",
+    "serve/tokenize/test_tokenization.py",
+]
+_NIXL = "tests/v1/kv_connector/nixl_integration"
+_SMG_TESTS = [
+    "chat_completions",
+    "completions",
+    "messages",
+    "responses",
+    "router/test_pd_responses.py",
+]
+_FLAGS = (
+    "--max-model-len=4096",
+    "--enable-prompt-tokens-details",
+    "--enable-tokenizer-info-endpoint",
+    "--enable-prompt-embeds",
+    "--max-logprobs=-1",
+    "--structured-outputs-config.backend=xgrammar",
+    # A model of random weights seldom ends by itself.
+    '--override-generation-config={"max_new_tokens":96}',
+)
+_KV = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+_SUITE_S = 2400.0
+_TEST_S = 20
+_AGAIN = 2
+REQUESTS = 60
+AT_ONCE = 8
+# (test, why the proxy does otherwise).
+EXPLAINED = (
+    ("test_invocations", "the proxy refuses SageMaker's route: 404 says which API to call"),
+    (
+        "kv_transfer_prompt_token_ids",
+        "`kv_transfer_params` of a client are never taken: they name KV blocks",
+    ),
+    ("test_background_error", "400 as the engine's, in other words: responses are not kept"),
+    ("test_show_version", "`/version` is the proxy's"),
+    ("test_server_load", "`/load` is the proxy's, and needs no flag; the engine's was not given"),
+)
+
+Outcomes = dict[str, tuple[str, str]]
+"""Of each test: `passed`, `failed` or `skipped`, and why."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a suite is run against: an engine alone, or the proxy before engines."""
+
+    name: str
+    url: str
+    # What the NIXL tests ask, too.
+    prefill: str
+    decode: str
+
+
+Suite = Callable[[Side, Sequence[str], Path], Outcomes]
+"""Runs tests of others against a side: all, or those whose ids it is given; it has a folder for logs."""
+
+
+# What the suites need.
+
+
+def prepare_suites() -> None:
+    """Fetch the tests, and what runs them, as far as they are not there."""
+    HOME.mkdir(parents=True, exist_ok=True)
+    if not (HOME / f"vllm-{VLLM}").exists():
+        _fetch_vllm_tests()
+    if not (HOME / "smg").exists():
+        _told("git", "clone", "-q", SMG, HOME / "smg")
+    _told("git", "-C", HOME / "smg", "checkout", "-q", SMG_COMMIT)
+    if not (HOME / "pytest").exists():
+        target = ("--no-deps", "--target", HOME / "pytest", "--python", VENV / "bin" / "python")
+        _told(VENV / "bin" / "uv", "pip", "install", "-q", *target, *_PYTEST)
+    # A cache of Hugging Face's hub in which each name is our model: the suites look up tokenisers there.
+    for name in NAMES:
+        home = HOME / "hub" / f"models--{name.replace('/', '--')}"
+        for folder in ("refs", "snapshots"):
+            (home / folder).mkdir(parents=True, exist_ok=True)
+        (home / "refs" / "main").write_text("0" * 40)
+        link = home / "snapshots" / ("0" * 40)
+        if not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(TOKENISER)
+
+
+def _fetch_vllm_tests() -> None:
+    """Take the tests out of vLLM's source distribution; pip would build it."""
+    told = CLIENT.get(f"https://pypi.org/pypi/vllm/{VLLM}/json", timeout=60.0).raise_for_status()
+    (source,) = (one for one in told.json()["urls"] if one["packagetype"] == "sdist")
+    print(f"fetching {source['url']}", flush=True)
+    packed = CLIENT.get(source["url"], timeout=600.0).raise_for_status().content
+    if hashlib.sha256(packed).hexdigest() != source["digests"]["sha256"]:
+        raise SystemExit(f"{source['url']} is not what the index says")
+    with tarfile.open(fileobj=BytesIO(packed)) as archive:
+        tests = [one for one in archive if one.name.startswith(f"vllm-{VLLM}/tests/")]
+        archive.extractall(HOME, tests, filter="data")
+
+
+def _told(
+    *words: object,
+    cwd: Path = ROOT,
+    variables: Mapping[str, str] | None = None,
+    limit_s: float = _SUITE_S,
+    may_fail: bool = False,
+) -> str:
+    """Run a command and return what it prints.
+
+    Raises:
+        SystemExit: It failed, and may not.
+    """
+    command = [str(word) for word in words]
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=os.environ | VARIABLES | {"HF_HUB_CACHE": str(HOME / "hub")} | dict(variables or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    if done.returncode and not may_fail:
+        raise SystemExit(f"{' '.join(command)}:\n{done.stdout[-2000:]}")
+    return done.stdout
+
+
+# Suites that pytest runs.
+
+
+@dataclass(frozen=True)
+class Tests:
+    """A suite that pytest runs, with `suites_plugin.py`."""
+
+    name: str
+    root: Path
+    tests: Sequence[str]
+
+    def run(self, side: Side, only: Sequence[str], folder: Path) -> Outcomes:
+        """Run the tests, or those of some ids."""
+        name, root = self.name, self.root
+        outcomes = folder / f"{name}-{side.name}.json"
+        outcomes.unlink(missing_ok=True)
+        host, _, prefill = side.prefill.removeprefix("http://").partition(":")
+        ports = {
+            "PREFILL_PORT": prefill,
+            "DECODE_PORT": side.decode.rpartition(":")[2],
+            "PROXY_PORT": side.url.rpartition(":")[2],
+        }
+        variables = {
+            "SUITE_NAME": name,
+            "SUITE_URL": side.url,
+            "SUITE_MODEL": "meta-llama/Llama-3.1-8B-Instruct",
+            "SUITE_OUTCOMES": str(outcomes),
+            "PYTHONPATH": os.pathsep.join(map(str, (HOME / "pytest", HERE, root))),
+        }
+        variables |= ports | {f"{role}_HOST": host for role in ("PREFILL", "DECODE", "PROXY")}
+        words = [VENV / "bin" / "python", "-P", "-m", "pytest", "-p", "suites_plugin", "-q"]
+        words += ["-c", os.devnull, f"--rootdir={root}", f"--timeout={_TEST_S}", "--tb=line"]
+        words += [
+            "-W",
+            "ignore",
+            "-p",
+            "no:cacheprovider",
+            *(() if name == "vllm" else ("--noconftest",)),
+        ]
+        said = _told(*words, *(only or self.tests), cwd=root, variables=variables, may_fail=True)
+        (folder / f"{name}-{side.name}.txt").write_text(said)
+        if not outcomes.exists():
+            raise SystemExit(f"{name} against the {side.name} ran no test:\n{said[-2000:]}")
+        found: dict[str, list[str]] = json.loads(outcomes.read_text())
+        return {test: (how, why) for test, (how, why) in found.items()}
+
+
+def _disaggregation(side: Side, _only: Sequence[str], folder: Path) -> Outcomes:
+    """Run the script by which vLLM compares the answers of a proxy with those of an engine."""
+    script = HOME / f"vllm-{VLLM}" / _NIXL / "test_disagg_accuracy.py"
+    words = [VENV / "bin" / "python", "-P", script, "--model_name", MODEL]
+    words += ["--file_name", folder / "disaggregation.json", "--service_url", side.url]
+    mode = "disagg" if side.name == "proxy" else "baseline"
+    said = _told(*words, "--mode", mode, may_fail=True)
+    return {"test_disagg_accuracy": _verdict(said[-300:] if "Error" in said else None)}
+
+
+# Load tools.
+
+
+def _verdict(fault: str | None) -> tuple[str, str]:
+    return ("failed", fault) if fault else ("passed", "")
+
+
+def _bench(side: Side, _only: Sequence[str], folder: Path) -> Outcomes:
+    """Run `vllm bench serve`."""
+    outcomes: Outcomes = {}
+    for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
+        report = folder / f"{backend}-{side.name}.json"
+        words = [VENV / "bin" / "vllm", "bench", "serve", "--backend", backend]
+        words += ["--base-url", side.url, "--endpoint", path, "--model", MODEL]
+        words += ["--tokenizer", TOKENISER, "--dataset-name", "random", "--ignore-eos"]
+        words += ["--random-input-len", "100", "--random-output-len", "20"]
+        words += ["--num-prompts", REQUESTS, "--max-concurrency", AT_ONCE]
+        words += ["--save-result", "--result-dir", folder, "--result-filename", report.name]
+        said = _told(*words, may_fail=True)
+        told = json.loads(report.read_text()) if report.exists() else {}
+        seen = f"{told.get('completed')} requests, {told.get('total_output_tokens')} tokens"
+        whole = f"{REQUESTS} requests, {20 * REQUESTS} tokens"
+        fault = None if seen == whole else f"{seen}: {said[-300:]}"
+        outcomes[f"vllm bench serve {path}"] = _verdict(fault)
+    return outcomes
+
+
+def _guidellm(side: Side, _only: Sequence[str], folder: Path) -> Outcomes:
+    """Run guidellm with a fixed number of requests at once."""
+    python = environment(HOME / "guidellm", "guidellm")
+    outcomes: Outcomes = {}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        report = folder / f"guidellm-{path.count('/')}-{side.name}.json"
+        backend = f"kind=openai_http,target={side.url},model={MODEL},request_format={path}"
+        words = [python.parent / "guidellm", "run", "--disable-console", "--backend", backend]
+        words += ["--profile", f"kind=concurrent,streams={AT_ONCE}"]
+        words += ["--constraint", f"kind=max_requests,count={REQUESTS}"]
+        words += ["--tokenizer", f"kind=hf_auto,model={TOKENISER}"]
+        words += ["--data", "kind=synthetic_text,prompt_tokens=100,output_tokens=20"]
+        words += ["--output", f"kind=json,path={report}"]
+        said = _told(*words, may_fail=True)
+        ended: dict[str, int] = {}
+        if report.exists():
+            (benchmark,) = json.loads(report.read_text())["benchmarks"]
+            ended = {how: len(rows or ()) for how, rows in benchmark["requests"].items()}
+        ok = ended.get("successful") == REQUESTS and not ended.get("errored")
+        outcomes[f"guidellm {path}"] = _verdict(None if ok else f"{ended} {said[-300:]}")
+    return outcomes
+
+
+_TASK = """\
+task: suites_{name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+{more}
+"""
+_TASKS = {
+    "generate": """output_type: generate_until
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 24, temperature: 0}
+metric_list: [{metric: exact_match}]""",
+    "choice": """output_type: multiple_choice
+doc_to_choice: [" yes", " no"]
+doc_to_target: 0
+metric_list: [{metric: acc}]""",
+}
+_QUESTIONS = 12
+
+
+def _lm_eval(side: Side, _only: Sequence[str], folder: Path) -> Outcomes:
+    """Run lm-eval: answers, and the probabilities of given ones; each must be the engine's."""
+    python = environment(HOME / "lm-eval", "lm-eval[api]", "transformers")
+    tasks, out = folder / "tasks", folder / f"lm-eval-{side.name}"
+    tasks.mkdir(exist_ok=True)
+    data = tasks / "questions.jsonl"
+    rows = [
+        {"question": f"Is {i} more than {5 * i - 20}? " * (1 + i % 4), "answer": "yes"}
+        for i in range(_QUESTIONS)
+    ]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    for name, more in _TASKS.items():
+        (tasks / f"{name}.yaml").write_text(_TASK.format(name=name, data=data, more=more))
+    model = (
+        f"base_url={side.url}/v1/completions,model={MODEL},tokenizer={TOKENISER},num_concurrent=4"
+    )
+    words = [python.parent / "lm_eval", "run", "--model", "local-completions"]
+    words += ["--model_args", model, "--tasks", ",".join(f"suites_{name}" for name in _TASKS)]
+    words += ["--include_path", tasks, "--log_samples", "--output_path", out]
+    said = _told(*words, variables={"HF_HOME": str(HOME / "hf")}, may_fail=True)
+    outcomes: Outcomes = {
+        f"lm-eval {name} {i}": ("failed", said[-300:]) for name in _TASKS for i in range(_QUESTIONS)
+    }
+    for file in out.rglob("samples_*.jsonl"):
+        name = next(name for name in _TASKS if f"suites_{name}" in file.name)
+        for row in map(json.loads, file.read_text().splitlines()):
+            # What was answered is part of the outcome: both sides must say the same.
+            answers = re.sub(r"(\.\d{2})\d+", r"\1", json.dumps(row["resps"]))
+            outcomes[f"lm-eval {name} {row['doc_id']}"] = (f"passed {answers}", "")
+    return outcomes
+
+
+def _aiperf(side: Side, _only: Sequence[str], folder: Path) -> Outcomes:
+    """Run NVIDIA's aiperf as the check of clients does."""
+    out = folder / f"aiperf-{side.name}"
+    out.mkdir(exist_ok=True)
+    return {one.check: _verdict(one.fault) for one in check_aiperf(side.url, out, MODEL)}
+
+
+def _libraries(side: Side, _only: Sequence[str], _folder: Path) -> Outcomes:
+    """Run our checks with the anthropic, litellm and langchain packages."""
+    found = check_frameworks(side.url, MODEL, "tool", "structured")
+    return {f"{one.client} {one.check}": _verdict(one.fault) for one in found}
+
+
+# Images, which the suites take from the network.
+
+_COLOURS = (0x000000, 0xFF0000, 0x00FF00, 0x2040FF)
+
+
+def _image(colour: int) -> dict[str, object]:
+    """Return a part of a message: a picture of one colour and of black."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        end = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + end
+
+    side = 56
+    line = b"\0" + colour.to_bytes(3, "big") * (side // 2) + bytes(3 * (side // 2))
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head)
+    png += chunk(b"IDAT", zlib.compress(line * side)) + chunk(b"IEND", b"")
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{b64encode(png).decode()}"},
+    }
+
+
+def _images(side: Side, _only: Sequence[str], _folder: Path) -> Outcomes:
+    """Ask about images, one and two, streamed and whole; both sides must say the same."""
+    outcomes: Outcomes = {}
+    for stream in (False, True):
+        for colours in (*((one,) for one in _COLOURS), _COLOURS[1:3], _COLOURS[2:4]):
+            parts = [*map(_image, colours), {"type": "text", "text": "What is this? " * 8}]
+            body: dict[str, object] = {"model": MODEL}
+            body["messages"] = [{"role": "user", "content": parts}]
+            body |= {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "stream": stream}
+            name = f"images {', '.join(f'{one:06x}' for one in colours)}{' streamed' if stream else ''}"
+            try:
+                seen = essence(ask(side.url, "/v1/chat/completions", body))
+            except AssertionError as error:
+                outcomes[name] = ("failed", str(error))
+            else:
+                outcomes[name] = (f"passed {seen}", "")
+    return outcomes
+
+
+_TESTS = HOME / f"vllm-{VLLM}"
+_POOLING_TESTS = [
+    "basic/test_truncation.py",
+    "embed/test_cohere_online.py",
+    "embed/test_online.py",
+    "scoring/test_bi_encoder_online.py",
+]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Suites that go with one kind of engines."""
+
+    model: str  # A folder in `MODELS`.
+    flags: Sequence[str]  # Further ones of `vllm serve`.
+    suites: Mapping[str, Suite]
+
+
+KINDS = (
+    Kind(
+        "tiny-dense",
+        _FLAGS,
+        {
+            "vllm": Tests("vllm", _TESTS, [f"tests/entrypoints/{one}" for one in _VLLM_TESTS]).run,
+            "nixl": Tests("nixl", _TESTS, [f"{_NIXL}/test_edge_cases.py"]).run,
+            "disagg": _disaggregation,
+            "smg": Tests("smg", HOME / "smg" / "e2e_test", _SMG_TESTS).run,
+            "bench": _bench,
+            "guidellm": _guidellm,
+            "lm-eval": _lm_eval,
+            "aiperf": _aiperf,
+            "libraries": _libraries,
+        },
+    ),
+    Kind("tiny-vision", ('--limit-mm-per-prompt={"image":2}',), {"images": _images}),
+    Kind(
+        "tiny-dense",
+        ("--runner=pooling", "--max-model-len=512"),
+        {
+            "pooling": Tests(
+                "vllm", _TESTS, [f"tests/entrypoints/pooling/{one}" for one in _POOLING_TESTS]
+            ).run
+        },
+    ),
+)
+WHAT = {
+    "vllm": "vLLM's tests of its entrypoints",
+    "nixl": "vLLM's edge cases of NIXL: answers as a prefiller's and a decoder's",
+    "disagg": "vLLM's script that compares answers of a proxy with an engine's",
+    "smg": f"[SMG's]({SMG}/tree/{SMG_COMMIT[:12]}/e2e_test) end-to-end tests of chats, completions, messages, responses",
+    "bench": f"`vllm bench serve`, {REQUESTS} requests, {AT_ONCE} at once: all answered, with every token",
+    "guidellm": "the same by guidellm",
+    "lm-eval": "lm-eval: each answer, and each probability of a given one, is the engine's",
+    "aiperf": "NVIDIA's aiperf, streamed and whole",
+    "libraries": "our checks with the anthropic, litellm and langchain packages",
+    "images": "a model that sees: each answer is the engine's",
+    "pooling": "vLLM's tests of embeddings and scores",
+}
+SUITES = list(WHAT)
+
+
+# Both sides, side by side.
+
+
+def orders(kind: Kind) -> list[Order]:
+    """Return how to start an engine that nobody disaggregates, a prefiller and a decoder."""
+
+    def order(name: str, role: str) -> Order:
+        config = json.dumps(_KV | {"kv_role": role})
+        names = ("--served-model-name", MODEL, *NAMES)
+        side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(2))}
+        variables = side | {"BALANCEROUTE_CPU_SHIM": "nixl,fork"}
+        return Order(name, kind.model, config, (*kind.flags, *names), variables)
+
+    roles = {"alone": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
+    return [order(name, role) for name, role in roles.items()]
+
+
+@contextmanager
+def sides(kind: Kind, folder: Path) -> Iterator[tuple[list[Side], Proxy, Engine]]:
+    """Run an engine alone, and the proxy before a prefiller and a decoder."""
+    flags = ["--connector=nixl", "--batch=16", "--lease-s=30"]
+    with running(orders(kind), folder) as (alone, prefill, decode):
+        urls = {"prefill": [prefill.url], "decode": [decode.url]}
+        with before(urls, flags, folder / "proxy") as proxy:
+            found = [("engine", alone.url), ("proxy", proxy.url)]
+            both = [Side(name, url, prefill.url, decode.url) for name, url in found]
+            yield both, proxy, prefill
+
+
+def differing(engine: Outcomes, proxy: Outcomes) -> list[str]:
+    """Return the tests whose outcomes differ, those that one side did not have included."""
+    missing = ("not run", "")
+    return sorted(
+        test
+        for test in engine.keys() | proxy.keys()
+        if engine.get(test, missing)[0] != proxy.get(test, missing)[0]
+    )
+
+
+def _outcomes(suite: Suite, side: Side, only: Sequence[str], folder: Path) -> Outcomes:
+    try:
+        return suite(side, only, folder)
+    except (SystemExit, subprocess.TimeoutExpired, httpx.HTTPError) as error:
+        # The others shall run.
+        return {"it runs": ("failed", f"{type(error).__name__}: {error}")}
+
+
+def explanation(test: str) -> str | None:
+    """Return why a test may differ, or None."""
+    return next((why for part, why in EXPLAINED if part in test), None)
+
+
+def compare(suite: Suite, both: Sequence[Side], folder: Path) -> tuple[Outcomes, Outcomes]:
+    """Run a suite against both sides, and tests that differ some times more: many sample at random.
+
+    What passes once on a side passes.
+    """
+    engine, proxy = (_outcomes(suite, side, (), folder) for side in both)
+    for _ in range(_AGAIN):
+        tests = [test for test in differing(engine, proxy) if explanation(test) is None]
+        if not tests:
+            break
+        for side, known in zip(both, (engine, proxy), strict=True):
+            for test, outcome in _outcomes(suite, side, tests, folder).items():
+                if test in tests and known.get(test, ("failed", ""))[0] == "failed":
+                    known[test] = outcome
+    return engine, proxy
+
+
+# A prefiller that is started again under load, which no suite of others does.
+
+_BODY = {"model": MODEL, "max_tokens": 24, "ignore_eos": True, "temperature": 0}
+
+
+def _answer(url: str, prompt: str) -> str:
+    """Return an answer's text, or how it was refused."""
+    body = _BODY | {"prompt": prompt}
+    answer = CLIENT.post(f"{url}/v1/completions", json=body, timeout=120.0)
+    if answer.status_code != 200:
+        return f"refused with {answer.status_code}"
+    return str(answer.json()["choices"][0]["text"])
+
+
+def restart(side: Side, proxy: Proxy, prefiller: Engine, engine: str) -> dict[str, bool]:
+    """Start the only prefiller again while clients ask; return what is claimed, and if it holds."""
+    prompts = [f"Question {i}: what is {i} times {i}? " * 12 for i in range(40)]
+    wanted = [_answer(engine, prompt) for prompt in prompts]
+    seen: list[tuple[int, str]] = []
+    stop = threading.Event()
+
+    def ask_on(i: int) -> None:
+        while not stop.is_set():
+            i = (i + AT_ONCE) % len(prompts)
+            seen.append((i, _answer(side.url, prompts[i])))
+            # A client that is refused waits before it asks again.
+            stop.wait(0.5 if seen[-1][1].startswith("refused") else 0.0)
+
+    clients = [threading.Thread(target=ask_on, args=(i,), daemon=True) for i in range(AT_ONCE)]
+    for one in clients:
+        one.start()
+    time.sleep(5.0)
+    prefiller.kill()
+    prefiller.restart()
+    back_s = until(lambda: _answer(side.url, prompts[0]) == wanted[0], "an answer again")
+    count = len(seen)
+    time.sleep(5.0)
+    stop.set()
+    for one in clients:
+        one.join(120.0)
+    exact = sum(text == wanted[i] for i, text in seen)
+    refused = sum(text == "refused with 503" for _, text in seen)
+    # Those that asked before it was back may hear of it afterwards.
+    late = sum(text != wanted[i] for i, text in seen[count:])
+    return {
+        f"{len(seen)} requests: {exact} answers are the engine's, {refused} times 503": (
+            len(seen) == exact + refused
+        ),
+        f"served {back_s:.1f} s after it is back, and then {late} of {len(seen) - count} times 503": (
+            late <= AT_ONCE < len(seen) - count
+        ),
+        "nothing is held": not held_by_proxy(proxy.state()),
+    }
+
+
+# The page.
+
+Counts = tuple[tuple[int, int, int, int], dict[str, str]]
+"""Of a suite: tests, those that pass on an engine alone, and through the proxy, those that differ; and what those say."""
+_RESULTS = HOME / "results.json"
+
+
+def counted(engine: Outcomes, proxy: Outcomes) -> Counts:
+    """Return a suite's counts."""
+    first, second = (
+        sum(how.startswith("passed") for how, _ in one.values()) for one in (engine, proxy)
+    )
+    said = {
+        test.rpartition("/")[2]: proxy.get(test, ("not run", "not run"))[1][:200]
+        for test in differing(engine, proxy)
+    }
+    return (len(engine.keys() | proxy.keys()), first, second, len(said)), said
+
+
+def page_of(results: Mapping[str, Counts]) -> str:
+    """Return the page of the appendix."""
+    head = table_head("suite", *right(["tests", "engine alone", "proxy", "differ"]), "what it is")
+    rows = [table_row(name, *results[name][0], WHAT[name]) for name in SUITES if name in results]
+    table = "\n".join([head, *rows])
+    lines = [
+        f"* `{test}`: {explanation(test) or f'NOT EXPLAINED: {said}'}"
+        for name in SUITES
+        if name in results
+        for test, said in results[name][1].items()
+    ]
+    listed = "\n".join(lines) or "None."
+    restarted = (
+        "\n".join(f"* {wrong or 'yes'}: {one}" for one, wrong in results["restart"][1].items())
+        if "restart" in results
+        else "Not run."
+    )
+    return f"""# Tables: suites of others
+
+<!-- not run: downloads 12 GB, and runs for half an hour -->
+
+    python scripts/checks suites
+
+runs tests of other projects against a vLLM {VLLM} engine alone, and against the proxy before a prefiller and a
+decoder (NIXL), and counts what passes. The model is tiny, of random weights; all engines have one set of flags, and
+an answer ends after 96 tokens. So what asks for a true sentence, another vocabulary, a longer context or other flags
+fails on both sides. Tests that differ are run twice more, as many sample at random. Tests without a server are left out.
+
+{table}
+
+## Differences
+
+{listed}
+
+## A prefiller that is started again
+
+The only prefiller is killed and started again while {AT_ONCE} clients ask:
+
+{restarted}
+"""
+
+
+def _run(kind: Kind, only: Sequence[str], folder: Path) -> Iterator[tuple[str, Counts]]:
+    """Run the chosen suites of a kind; the restart, which ends the prefiller, is the last of the first kind's."""
+    chosen = [name for name in kind.suites if name in only]
+    with_restart = kind is KINDS[0] and "restart" in only
+    if not chosen and not with_restart:
+        return
+    folder.mkdir(parents=True)
+    with sides(kind, folder) as (both, proxy, prefiller):
+        for name in chosen:
+            yield name, counted(*compare(kind.suites[name], both, folder))
+        if with_restart:
+            claims = restart(both[1], proxy, prefiller, both[0].url)
+            held = sum(claims.values())
+            yield (
+                "restart",
+                (
+                    (len(claims), len(claims), held, len(claims) - held),
+                    {claim: "" if holds else "WRONG" for claim, holds in claims.items()},
+                ),
+            )
+
+
+def suites(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Suites and load tools of others, against an engine alone and the proxy before engines, side by side.
+
+    Installs vLLM's CPU build on the first run (6 GB), and what the suites need (6 GB) into build/. Prints a page with
+    the counts, those of earlier runs of other suites included. Exits 1 if a test differs and nothing explains why.
+    """
+    names = [*SUITES, "restart"]
+    parser.add_argument("--only", default=",".join(names), metavar="NAME,..", help=", ".join(names))
+    parser.add_argument("--keep", metavar="FOLDER", help="for logs and outcomes")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    arguments = parser.parse_args(words)
+    only = arguments.only.split(",")
+    if not set(only) <= set(names):
+        parser.error(f"--only: of {', '.join(names)}")
+    # As control-C does: the engines are groups of their own, which nobody else would end.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    prepare()
+    prepare_suites()
+    results = json.loads(_RESULTS.read_text()) if _RESULTS.exists() else {}
+    faults = 0
+    with tempfile.TemporaryDirectory(prefix="balanceroute-suites-") as scratch:
+        for i, kind in enumerate(KINDS):
+            folder = Path(arguments.keep or scratch) / f"engines-{i}"
+            for name, counts in _run(kind, only, folder):
+                print(table_row(name, *counts[0]), json.dumps(counts[1]), flush=True)
+                unexplained = [test for test in counts[1] if explanation(test) is None]
+                faults += counts[0][3] if name == "restart" else len(unexplained)
+                results[name] = counts
+                _RESULTS.write_text(json.dumps(results))
+    page = page_of(results)
+    print(page)
+    if arguments.write:
+        PAGE.write_text(page)
+    return int(faults > 0)
