@@ -777,5 +777,5 @@ def test_a_suite_of_others_is_compared_side_by_side(tmp_path: Path) -> None:
     assert said == {"t::gone": "not run", "t::ours": "it said so", "t::test_show_version": ""}
     page = suites.page_of({"vllm": (counts, said)})
     assert "| vllm | 5 | 4 | 1 | 3 | vLLM's tests" in page
-    assert "* `t::ours`: NOT EXPLAINED: it said so" in page
-    assert "* `t::test_show_version`: `/version` is the proxy's" in page
+    assert "* `ours`: NOT EXPLAINED: it said so" in page
+    assert "* `test_show_version`: `/version` is the proxy's" in page
