@@ -61,12 +61,13 @@ def two_answers(patch: pytest.MonkeyPatch) -> str:
     return " belongs"
 
 
-@pytest.mark.parametrize("plant", [answers_of_the_wrong_group, two_answers])
+# With the seed from which on it is soon met.
+@pytest.mark.parametrize(("plant", "first"), [(answers_of_the_wrong_group, 2), (two_answers, 1)])
 def test_planted_bugs_are_found(
-    plant: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], str], first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = plant(monkeypatch)
-    for seed in range(20):
+    for seed in range(first, first + 20):
         violations = run_seed_of_groups(seed, requests=REQUESTS).violations
         if any(found in one for one in violations):
             return

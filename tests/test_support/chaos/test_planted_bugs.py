@@ -170,7 +170,7 @@ def a_short_stream_ends_as_if_it_were_whole(patch: Patch) -> None:
     patch.setattr(Relay, "on_end", end)
 
 
-@bug("it ended too soon (cut)", seed=5)
+@bug("it ended too soon (cut)", seed=6)
 def a_stream_breaks_off_without_a_word(patch: Patch) -> None:
     fail = ClientAnswer.fail
 
@@ -201,7 +201,7 @@ def a_stream_that_failed_ends_in_good_order(patch: Patch) -> None:
     patch.setattr(ClientAnswer, "fail", end)
 
 
-@bug("was sent to decode with a lease that had ended", seed=7)
+@bug("was sent to decode with a lease that had ended", seed=10)
 def a_lease_never_lapses(patch: Patch) -> None:
     patch.setattr(Pool, "lapsed", lambda *_: list[RequestId]())
 
@@ -228,7 +228,7 @@ def a_post_is_sent_again_by_the_http_client(patch: Patch) -> None:
     patch.setattr("balanceroute.proxy.wire.http1.client.Call", repeatable)
 
 
-@bug("abort: ", seed=89)
+@bug("abort: ", seed=92)
 def an_engine_is_not_told_that_the_client_left(patch: Patch) -> None:
     patch.setattr(Attempt, "close", lambda _: None)
 
@@ -300,7 +300,7 @@ def tokens_are_counted_twice(patch: Patch) -> None:
     patch.setattr(DecodeAttempt, "close", twice)
 
 
-@bug("retries: ", seed=80)
+@bug("retries: ", seed=81)
 def retries_have_no_limit(patch: Patch) -> None:
     patch.setattr(RetryBudget, "spend", lambda _: True)
 
