@@ -358,7 +358,8 @@ def test_the_bound_holds_over_all_groups_of_a_chain() -> None:
     play_groups(scenario, groups=groups, more=chain, at_rest=False)
 
 
-@served(at_rest=False, **FLEET)
+# Looked at seldom, as ten minutes pass.
+@served(at_rest=False, flags={"scrape_interval_s": 60.0, "health_interval_s": 20.0}, **FLEET)
 async def test_who_is_refused_is_counted_and_logged_and_forgotten(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
