@@ -328,6 +328,11 @@ OPEN_VALUES = {
     *("affinity", "annotations", "env", "labels", "nodeSelector", "podAnnotations"),
     *("prometheus", "requests", "limits"),
 }
+# Of those that are words, the words.
+CHOICES = {
+    "mode": ("", "coordinator", "sidecar", None),
+    "failureMode": ("FailOpen", "FailClose"),
+}
 
 
 def values_schema() -> str:
@@ -357,10 +362,12 @@ def values_schema() -> str:
 
 def _schema_of(value: object, name: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
-        if name in OPEN_VALUES:
+        if name in OPEN_VALUES or not value:
             return {"type": "object"}
         inner = {key: _schema_of(one, key) for key, one in value.items()}
         return {"type": "object", "additionalProperties": False, "properties": inner}
+    if name in CHOICES:
+        return {"enum": list(CHOICES[name])}
     if isinstance(value, bool):
         return {"type": "boolean"}
     if isinstance(value, int):
