@@ -32,7 +32,7 @@ GIVEN_UP = 8
 
 @pytest.fixture
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Ray Serve on loopback; it ends with the test."""
+    """A Ray of its own, with HTTP on loopback; it ends with the test."""
     from ray import serve  # noqa: PLC0415
     from tests.live.ray_fleet import JOURNAL  # noqa: PLC0415
 
