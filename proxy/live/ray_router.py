@@ -230,7 +230,7 @@ class BalanceRouter(RequestRouter):
                     self._choices.output(_name(replica), made)
         now_s = self._clock()
         for asking in [one for same in self._chosen.values() for one in same]:
-            limit_s = self._settings.answer_timeout_s if asking.future.done() else _SENT_S
+            limit_s = self._settings.answer_limit_s if asking.future.done() else _SENT_S
             if now_s > asking.since_s + limit_s:
                 _log.warning("request %s: nobody tells of its end", asking.key[1])
                 self._drop(asking.future)

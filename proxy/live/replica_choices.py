@@ -70,7 +70,7 @@ class ReplicaSettings:
     wait_s: float | None = number(
         None, "time after which a request that waits is refused", 0.001, 1e6, word="none"
     )
-    answer_timeout_s: float = number(
+    answer_limit_s: float = number(
         3600.0, "time after which an answer of which nobody tells is over", 1, 1e6
     )
     token_characters: float = number(

@@ -381,7 +381,7 @@ async def test_who_waits_too_long_gets_an_error() -> None:
 @by_hand
 async def test_what_nobody_sends_or_ends_is_over() -> None:
     replica = Replica("a", slots=2)
-    hand = Hand(replica, answer_timeout_s=100)
+    hand = Hand(replica, answer_limit_s=100)
     _, first = hand.ask()
     await soon(first)
     pending, second = hand.ask("two")

@@ -217,7 +217,7 @@ def test_sizes_are_bounded(clock: Clock) -> None:
         ("most_waiting", 10**6),
         ("wait_s", -1.0),
         ("wait_s", float("nan")),
-        ("answer_timeout_s", float("inf")),
+        ("answer_limit_s", float("inf")),
         ("window", 3),
     ],
 )

@@ -164,12 +164,7 @@ def _configured(
     if legs.lease_s is not None:
         _check_margin(given, legs, times)
     policies = given.read(PolicySettings)
-    asked = policies.prefix_affinity > 0.0 or scheduling.local_prefill_tokens is not None
-    if engines.rank_kv_events_port is not None and not asked:
-        reason = "nobody asks without --prefix-affinity or --local-prefill-tokens"
-        raise ConfigError(f"{given.where('rank_kv_events_port')}: {reason}")
-    if engines.rank_kv_events_port is not None:
-        _need(given.where("rank_kv_events_port"), "kv-events", "zmq")
+    _check_rank_events(given, engines, scheduling, policies)
     return ProxyConfig(
         topology=None if topology is None else topology.name,
         engines=engines,
@@ -467,6 +462,22 @@ def _check_kv_events(
         choices = " or ".join(sorted(USING_EVENTS))
         raise ConfigError(f"--kv-events: nobody asks without --prefill-choice {choices}")
     _need("--kv-events", "kv-events", "zmq")
+
+
+def _check_rank_events(
+    given: Given,
+    engines: EngineSettings,
+    scheduling: SchedulingSettings,
+    policies: PolicySettings,
+) -> None:
+    """Check what is to be heard of the ranks' prefix caches."""
+    if engines.rank_kv_events_port is None:
+        return
+    place = given.where("rank_kv_events_port")
+    if policies.prefix_affinity == 0.0 and scheduling.local_prefill_tokens is None:
+        reason = "nobody asks without --prefix-affinity or --local-prefill-tokens"
+        raise ConfigError(f"{place}: {reason}")
+    _need(place, "kv-events", "zmq")
 
 
 def _check_predictors(given: Given, scheduling: SchedulingSettings) -> None:
