@@ -252,7 +252,8 @@ def series_of(pages: list[str]) -> list[dict[str, str]]:
 
 def asked(query: str) -> str:
     """Return what has a value whether or not an alert fires."""
-    for name, value in (("$__rate_interval", "2m"), ("$job", ".*"), (" < count", " <= count")):
+    same = {"$__rate_interval": "2m", "$job": ".*", " < count": " <= count", " == 0)": " >= 0)"}
+    for name, value in same.items():
         query = query.replace(name, value)
     query = " ".join(query.split())
     query = re.sub(r"^absent\((\w+)\)$", r"\1", query)
