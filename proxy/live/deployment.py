@@ -69,13 +69,11 @@ from balanceroute.proxy.live.telemetry.snapshot import Held, LimitsState, Snapsh
 
 if TYPE_CHECKING:
     from balanceroute.predictors.state import Savable
-    from balanceroute.proxy.core.admission import AimdSettings
     from balanceroute.proxy.core.admission.overload import Budget, FirstTokens
     from balanceroute.proxy.core.fair_queueing import FairQueueing
     from balanceroute.proxy.core.local_prefill import LocalPrefill
     from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
     from balanceroute.proxy.core.rank_memory import RankMemory
-    from balanceroute.proxy.core.waiting import MakeQueueOrder
     from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler
     from balanceroute.proxy.live.predictor_state import StateKeeper
     from balanceroute.proxy.live.request.continued import Continued
@@ -124,9 +122,9 @@ _log = logging.getLogger(__name__)
 _LIMIT_S = 1.0
 # Pages of engines longer than this are not read.
 _PAGE_BYTES = 4 << 20
-# Stands for the engines while there are none: the scheduler needs one of each role. Never called.
 # Of each rank: four million tokens in blocks of 16.
 _RANK_BLOCKS = 1 << 18
+# Stands for the engines while there are none: the scheduler needs one of each role. Never called.
 _NOBODY = EngineUrl("http", "127.0.0.1", 9)
 _PULLED_LATE = (
     "a prefiller was told of KV caches that it kept no longer: their requests were called off, or they "
@@ -141,6 +139,8 @@ class Deployment:
         suspects: Prompts under which engines have died, of all deployments.
         beside: Of another deployment of the proxy: what tenants have there counts here too.
     """
+
+    _keeper: "StateKeeper | None" = None  # Keeps what the predictor learns, if anything does.
 
     def __init__(
         self,
@@ -198,8 +198,6 @@ class Deployment:
         self.discovery: Reconciler | None = None
         self.driver: Driver  # There after `start`, like the next.
         self.pass_through: PassThrough  # Serves requests that one engine answers alone.
-
-    _keeper: "StateKeeper | None" = None  # Keeps what the predictor learns, if anything does.
 
     @property
     def _hears(self) -> bool:
@@ -390,24 +388,13 @@ class Deployment:
 
     def _make_driver(self, inflight_limit: int | None) -> Driver:
         config, environment = self.config, self._environment
-        admission = config.admission
-        order, cost = QUEUE_ORDERS[admission.queue_order], admission.fair_queue
-        limit = config.aimd.settings
-        if limit is not None and inflight_limit is not None:
-            limit = limit.beginning_at(inflight_limit)
-        prefixes = self._make_prefixes()
+        order, intake = config.admission.queue_order, self._make_intake(inflight_limit)
         return Driver(
             Scheduler(
                 self._scheduler_config(),
                 self._make_policy(),
-                queue_order=order,
-                intake=Intake(
-                    fair=None if cost == "none" else _fair_queueing(cost, order),
-                    budget=None if limit is None else _budget(limit),
-                    first_tokens=_first_tokens() if admission.admission in EXPECTING else None,
-                    local_prefill=self._make_local_prefill(prefixes),
-                    memory=prefixes,
-                ),
+                queue_order=QUEUE_ORDERS[order],
+                intake=intake,
                 prefill_choice=partial(
                     PREFILL_CHOICES[config.scheduling.prefill_choice],
                     PrefillInputs(
@@ -427,9 +414,9 @@ class Deployment:
             ),
             admission=self.tenancy.admission,
             settings=DriverSettings(
-                uses_blocks=prefixes is not None
+                uses_blocks=intake.memory is not None
                 or config.scheduling.prefill_choice in USING_BLOCKS,
-                expects_output=admission.queue_order in PREDICTING_ORDERS,
+                expects_output=order in PREDICTING_ORDERS,
                 progress_veto=config.scheduling.progress_veto,
                 warm_up=config.scheduling.warm_up,
                 group_return_s=config.scheduling.group_return_s,
@@ -440,22 +427,44 @@ class Deployment:
 
     # Here and below, what only some fleets use is loaded where it is made.
 
-    def _make_prefixes(self) -> "RankMemory | None":
-        """Return what the ranks have of earlier prompts; None if no part asks."""
+    def _make_intake(self, inflight_limit: int | None) -> Intake:
         config = self.config
-        if config.scheduling.local_prefill_tokens is None and not config.ranks_keep:
-            return None
-        from balanceroute.proxy.core.rank_memory import RankMemory  # noqa: PLC0415
+        admission, limit = config.admission, config.aimd.settings
+        local_tokens = config.scheduling.local_prefill_tokens
+        fair: FairQueueing | None = None
+        budget: Budget | None = None
+        first_tokens: FirstTokens | None = None
+        memory: RankMemory | None = None
+        local: LocalPrefill | None = None
+        if admission.fair_queue != "none":
+            from balanceroute.proxy.core.fair_queueing import fair_queueing  # noqa: PLC0415
 
-        return RankMemory(lambda: self.roster.memory.told_tokens, self.instances.rank_blocks)
+            fair = fair_queueing(admission.fair_queue, QUEUE_ORDERS[admission.queue_order])
+        if limit is not None or admission.admission in EXPECTING:
+            from balanceroute.proxy.core.admission import overload  # noqa: PLC0415
 
-    def _make_local_prefill(self, prefixes: "RankMemory | None") -> "LocalPrefill | None":
-        tokens = self.config.scheduling.local_prefill_tokens
-        if tokens is None:
-            return None
-        from balanceroute.proxy.core.local_prefill import LocalPrefill  # noqa: PLC0415
+            if limit is not None:
+                began = limit if inflight_limit is None else limit.beginning_at(inflight_limit)
+                budget = overload.Budget(began)
+            if admission.admission in EXPECTING:
+                first_tokens = overload.FirstTokens()
+        if local_tokens is not None or config.ranks_keep:
+            from balanceroute.proxy.core import rank_memory  # noqa: PLC0415
 
-        return LocalPrefill(tokens, prefixes)
+            memory = rank_memory.RankMemory(
+                lambda: self.roster.memory.told_tokens, self.instances.rank_blocks
+            )
+        if local_tokens is not None:
+            from balanceroute.proxy.core import local_prefill  # noqa: PLC0415
+
+            local = local_prefill.LocalPrefill(local_tokens, memory)
+        return Intake(
+            fair=fair,
+            budget=budget,
+            first_tokens=first_tokens,
+            local_prefill=local,
+            memory=memory,
+        )
 
     def _session_context(self) -> SessionContext:
         engines, environment, loop = self.config.engines, self._environment, self._loop
@@ -659,24 +668,6 @@ def _heard_blocks(config: "ProxyConfig") -> "tuple[EngineBlocks | None, EngineBl
         return prefillers, None
     texts = None if prefillers is None else prefillers.texts
     return prefillers, EngineBlocks(tokens, _RANK_BLOCKS, texts)
-
-
-def _fair_queueing(cost: str, order: "MakeQueueOrder") -> "FairQueueing":
-    from balanceroute.proxy.core.fair_queueing import fair_queueing  # noqa: PLC0415
-
-    return fair_queueing(cost, order)
-
-
-def _budget(limit: "AimdSettings") -> "Budget":
-    from balanceroute.proxy.core.admission.overload import Budget  # noqa: PLC0415
-
-    return Budget(limit)
-
-
-def _first_tokens() -> "FirstTokens":
-    from balanceroute.proxy.core.admission.overload import FirstTokens  # noqa: PLC0415
-
-    return FirstTokens()
 
 
 def _make_roster(

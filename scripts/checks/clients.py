@@ -247,8 +247,10 @@ def _load_tool(kit: str, folder: Path) -> tuple[Path, str, str | None]:
     return python, version, made.stderr[-500:] if made.returncode else None
 
 
-def check_guidellm(url: str, folder: Path) -> Iterator[Result]:
-    """Run it, unchanged."""
+def check_guidellm(
+    url: str, folder: Path, model: str, *, may_cut: int = _STREAMS
+) -> Iterator[Result]:
+    """Run it, unchanged. It may cut off what still runs as the last of those that it counts ends: `may_cut` at most."""
     python, version, fault = _load_tool("guidellm", folder)
     if fault is not None:
         yield Result(version, "a tokeniser", fault)
@@ -257,21 +259,22 @@ def check_guidellm(url: str, folder: Path) -> Iterator[Result]:
         out = folder / f"guidellm{path.replace('/', '-')}.json"
         command = [python.parent / "guidellm", "run", "--disable-console", "--output"]
         command += [f"kind=json,path={out}", "--backend"]
-        command += [f"kind=openai_http,target={url},model=emulated,request_format={path}"]
+        command += [f"kind=openai_http,target={url},model={model},request_format={path}"]
         command += ["--profile", f"kind=concurrent,streams={_STREAMS}"]
         command += ["--constraint", f"kind=max_requests,count={_LOAD_REQUESTS}"]
         command += ["--tokenizer", f"kind=hf_auto,model={folder / 'tokeniser'}"]
         command += ["--data", "kind=synthetic_text,prompt_tokens=100,output_tokens=20"]
         done = run(*command, limit_s=_LIMIT_S)
-        yield Result(version, f"{path}, streamed", _wrong_with_guidellm(done, out))
+        yield Result(version, f"{path}, streamed", _wrong_with_guidellm(done, out, may_cut))
 
 
-def _wrong_with_guidellm(done: subprocess.CompletedProcess[str], out: Path) -> str | None:
+def _wrong_with_guidellm(
+    done: subprocess.CompletedProcess[str], out: Path, may_cut: int
+) -> str | None:
     if done.returncode or not out.exists():
         return f"exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}"
     totals = json.loads(out.read_text())["benchmarks"][0]["metrics"]["request_totals"]
-    # It may cut off what still runs as the last of those that it counts ends.
-    if totals["errored"] or totals["successful"] < _LOAD_REQUESTS - _STREAMS:
+    if totals["errored"] or totals["successful"] < _LOAD_REQUESTS - may_cut:
         return f"{totals['successful']} of {_LOAD_REQUESTS} served, {totals['errored']} failed"
     return None
 
@@ -365,7 +368,7 @@ def clients(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
                 "curl": check_curl(proxy.url, proxy.admin_url, folder),
                 "schema": check_against_an_engine(proxy),
                 "aiperf": check_aiperf(proxy.url, folder, MODEL),
-                "guidellm": check_guidellm(proxy.url, folder),
+                "guidellm": check_guidellm(proxy.url, folder, MODEL),
             }
             for name, group in groups.items():
                 if name in only:

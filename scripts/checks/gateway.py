@@ -32,10 +32,8 @@ from experiment import emulated, proxy_before
 _HEADER = "x-gateway-destination-endpoint"
 _TYPE = "type.googleapis.com/envoy.extensions"
 _READY_S = 20.0
-_DIRECT, _PER_S = (
-    48,
-    10.0,
-)  # Requests at the loaded unit at any time; of the gateway's clients in a second.
+# Requests at the loaded unit at any time, and of the gateway's clients in a second.
+_DIRECT, _PER_S = 48, 10.0
 _ENGINES = ("--prefillers=2", "--ranks=4", "--batch=8", "--kv-capacity=65536")
 _FLAGS = (
     "--picker-metrics",

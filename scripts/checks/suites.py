@@ -23,7 +23,7 @@ from pathlib import Path
 import httpx
 from tests.support.soak.run import held_by_proxy
 
-from checks.clients import check_aiperf, check_frameworks
+from checks.clients import check_aiperf, check_frameworks, check_guidellm
 from checks.fleet import (
     CLIENT,
     MODELS,
@@ -274,13 +274,8 @@ class Tests:
         variables |= ports | {f"{role}_HOST": host for role in ("PREFILL", "DECODE", "PROXY")}
         words = [VENV / "bin" / "python", "-P", "-m", "pytest", "-p", "suites_plugin", "-q"]
         words += ["-c", os.devnull, f"--rootdir={root}", f"--timeout={_TEST_S}", "--tb=line"]
-        words += [
-            "-W",
-            "ignore",
-            "-p",
-            "no:cacheprovider",
-            *(() if name == "vllm" else ("--noconftest",)),
-        ]
+        words += ["-W", "ignore", "-p", "no:cacheprovider"]
+        words += [] if name == "vllm" else ["--noconftest"]
         said = _told(*words, *(only or self.tests), cwd=root, variables=variables, may_fail=True)
         (folder / f"{name}-{side.name}.txt").write_text(said)
         if not outcomes.exists():
@@ -327,26 +322,11 @@ def _bench(side: Side, _only: Sequence[str], folder: Path) -> Outcomes:
 
 
 def _guidellm(side: Side, _only: Sequence[str], folder: Path) -> Outcomes:
-    """Run guidellm with a fixed number of requests at once."""
-    python = environment(HOME / "guidellm", "guidellm")
-    outcomes: Outcomes = {}
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        report = folder / f"guidellm-{path.count('/')}-{side.name}.json"
-        backend = f"kind=openai_http,target={side.url},model={MODEL},request_format={path}"
-        words = [python.parent / "guidellm", "run", "--disable-console", "--backend", backend]
-        words += ["--profile", f"kind=concurrent,streams={AT_ONCE}"]
-        words += ["--constraint", f"kind=max_requests,count={REQUESTS}"]
-        words += ["--tokenizer", f"kind=hf_auto,model={TOKENISER}"]
-        words += ["--data", "kind=synthetic_text,prompt_tokens=100,output_tokens=20"]
-        words += ["--output", f"kind=json,path={report}"]
-        said = _told(*words, may_fail=True)
-        ended: dict[str, int] = {}
-        if report.exists():
-            (benchmark,) = json.loads(report.read_text())["benchmarks"]
-            ended = {how: len(rows or ()) for how, rows in benchmark["requests"].items()}
-        ok = ended.get("successful") == REQUESTS and not ended.get("errored")
-        outcomes[f"guidellm {path}"] = _verdict(None if ok else f"{ended} {said[-300:]}")
-    return outcomes
+    """Run guidellm as the check of clients does; here each request must be whole."""
+    out = folder / f"guidellm-{side.name}"
+    out.mkdir(exist_ok=True)
+    found = check_guidellm(side.url, out, MODEL, may_cut=0)
+    return {f"guidellm {one.check}": _verdict(one.fault) for one in found}
 
 
 _TASK = """\

@@ -7,9 +7,9 @@ whole, is charged the prompt of each sequence until it ends. It counts with its 
 `PrefillChoice` selects among the prefillers with room.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
@@ -85,25 +85,6 @@ class PrefillChoice(Protocol):
             view: All prefillers.
         """
         ...
-
-
-class _Expected(Protocol):
-    @property
-    def cached_tokens(self) -> int: ...
-
-
-class _Memory(Protocol):
-    def expect(
-        self, request: PrefillRequest, candidates: Sequence[PrefillerId]
-    ) -> Mapping[PrefillerId, _Expected]: ...
-
-
-@runtime_checkable
-class _Remembering(Protocol):
-    """A choice by what prefillers have of earlier prompts."""
-
-    @property
-    def memory(self) -> _Memory: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,12 +367,10 @@ class Prefillers:
 
     def cached_tokens(self, request: PrefillRequest) -> dict[PrefillerId, int] | None:
         """Return the tokens of a prompt that each prefiller should have; None if the choice goes by none."""
-        choice = self._choice
-        if not isinstance(choice, _Remembering):
+        memory: Any = getattr(self._choice, "memory", None)  # A `PrefixMemory`.
+        if memory is None:
             return None
-        found = choice.memory.expect(
-            request, [PrefillerId(one) for one in range(len(self.is_open))]
-        )
+        found = memory.expect(request, [PrefillerId(one) for one in range(len(self.is_open))])
         return {one: expected.cached_tokens for one, expected in found.items()}
 
     def begin_prefill(self, prefiller: PrefillerId, prompt_tokens: int) -> None:

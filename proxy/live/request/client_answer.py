@@ -24,11 +24,7 @@ from balanceroute.proxy.live.openai.errors import (
     error_event,
     error_words,
 )
-from balanceroute.proxy.live.openai.shape import (
-    Api,
-    Shape,
-    flag,
-)
+from balanceroute.proxy.live.openai.shape import Api, Shape, flag
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody

@@ -160,8 +160,9 @@ class Apart:
         engines, chosen = self._engines(action)
         taken = self._taken(number)
         group_of = self._instances.groups.first  # What ends together is one engine here.
-        if group_of(chosen) not in taken:
-            self.on[number] = group_of(chosen)
+        group = group_of(chosen)
+        if group not in taken:
+            self.on[number] = group
             return False
         moves = self._moves.get(number, 0)
         if moves < len(engines) and any(e.open and group_of(e) not in taken for e in engines):
