@@ -26,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert " object at 0x" not in item.name, f"{item.nodeid}: give its cases ids"
 
 
+def pytest_collection_finish() -> None:
+    """Keep the tests themselves, a million objects, out of every later collection."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def end_by_signals() -> Iterator[None]:
     """Let the tests be ended from outside: uvloop leaves its handlers behind when a loop is closed."""

@@ -1,7 +1,6 @@
 """One run: the plan of a seed carried out, and everything looked at afterwards."""
 
 import asyncio
-import gc
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -128,7 +127,6 @@ def run_trial(
     plan: ChaosPlan, make: Callable[[VirtualLoop, TrialReport, LogKeeper], "Trial"]
 ) -> TrialReport:
     """Carry out a run that `make` makes, in a loop of its own; return what came of it."""
-    gc.collect()  # The world of the seed before: it has cycles, and this run collects none of its own.
     report = TrialReport(plan.seed, plan.weather.value, len(plan.requests))
     report.violations += violations_of(
         lambda log: run(lambda loop: make(loop, report, log).run(), seed=plan.seed)
