@@ -779,3 +779,20 @@ def test_a_suite_of_others_is_compared_side_by_side(tmp_path: Path) -> None:
     assert "| vllm | 5 | 4 | 1 | 3 | vLLM's tests" in page
     assert "* `ours`: NOT EXPLAINED: it said so" in page
     assert "* `test_show_version`: `/version` is the proxy's" in page
+
+
+def test_what_vllm_tells_otherwise_when_it_lags_is_no_difference() -> None:
+    agents = script("checks.agents")
+    hm, end, a = ({"token": one} for one in ("Hm", "</think>", "a"))
+    for other, same in (([hm, end, a], True), ([hm, a], False), ([hm, end], False), ([], False)):
+        assert agents.alike([{"logprobs": [a]}], [{"logprobs": other}]) is same
+    event = 'event: {0}\ndata: {{"type": "{0}", "delta": {1}}}'.format
+    last = event("response.completed", 0)
+    told = [
+        agents.told(
+            f"{event('response.function_call_arguments.delta', json.dumps(one))}\n\n{last}",
+            stream=True,
+        )[0]["delta"]
+        for one in ('{"a": "\x07"}', '{"a": "\x07"}}', '{"a": "b"}}')
+    ]
+    assert told == ['{"a": "\x07"}', '{"a": "\x07"}', '{"a": "b"}}']

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -341,6 +342,7 @@ _OWN = (
 )  # fmt: skip
 # Half a character, which a text may end with. A stream tells it if its last token comes with the end.
 _HALF = "\ufffd"
+_CONTROL = re.compile(r"[\x00-\x1f]")
 _ARGUMENTS = ("response.function_call_arguments.delta", "response.custom_tool_call_input.delta")
 _NOTHING = ("", {"type": "input_json_delta", "partial_json": ""})
 
@@ -476,7 +478,21 @@ def _ended(value: Any) -> Any:
         names.append("delta")
     for name in names:
         if isinstance(said.get(name), str):
-            said[name] = said[name].removesuffix(EMPTY_CALL)
+            said[name] = _arguments(said[name])
+    return said
+
+
+def _arguments(said: str) -> str:
+    """Return the arguments of a call without what vLLM may add to them.
+
+    With a control character in a string they are no JSON, and hermes' parser (vLLM 0.32, 0.33) takes the
+    brace that ends the call for theirs if `</tool_call>` comes in a later event.
+    """
+    said = said.removesuffix(EMPTY_CALL)
+    if _CONTROL.search(said):
+        with suppress(ValueError):
+            json.loads(said[:-1], strict=False)
+            return said[:-1]
     return said
 
 
@@ -495,6 +511,31 @@ def _join(events: list[dict[str, Any]], event: dict[str, Any]) -> None:
                 known[member] += delta[member]
             return
     events.append(event)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Return whether what two answers tell is the same, but for log-probabilities of thoughts.
+
+    Where the end of thoughts and the begin of the text come in one event, vLLM 0.32 and 0.33 tell the
+    thoughts' log-probabilities as the text's, up to those of `</think>`.
+    """
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(
+            (_same_but_for_thoughts if name == "logprobs" else alike)(value, other[name])
+            for name, value in one.items()
+        )
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+def _same_but_for_thoughts(one: Any, other: Any) -> bool:
+    if not (one and other):
+        return bool(one == other)
+    shorter, longer = sorted((one, other), key=len)
+    before = longer[: len(longer) - len(shorter)]
+    ends = not before or "</think>" in before[-1].values()
+    return bool(ends and longer[len(before) :] == shorter)
 
 
 def _plain(value: Any) -> Any:
@@ -677,10 +718,10 @@ class AgentChecks(Checks):
                 answers.append(told(answer.text, stream=stream))
         except (AssertionError, httpx.HTTPError) as error:
             return f"{body}: {error!r}"
-        if answers[0] == answers[1]:
+        if alike(*answers):
             return ""
         for one, other in zip(*answers, strict=False):
-            if one != other:
+            if not alike(one, other):
                 return f"{body}: {one} where {other} belongs"
         return f"{body}: {len(answers[0])} events for {len(answers[1])}"
 
