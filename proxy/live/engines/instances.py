@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId, RequestId
+from balanceroute.proxy.live.engines.engine_url import Fault
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
     from balanceroute.proxy.live.connectors import BootstrapIdentity
-    from balanceroute.proxy.live.engines.engine_url import Fault
     from balanceroute.proxy.wire.http1.client import Endpoint
 
 
@@ -241,6 +241,8 @@ class Rank:
 
 
 _NONE_UP = "no engine of each role is up"
+_NONE_FIT = f"{_NONE_UP} that fits one of the other: decode engines and prefillers"
+_HOW_TO_FIT = "Start both roles with the same version, weights and flags"
 
 
 class Instances:
@@ -341,7 +343,7 @@ class Instances:
         """Why a request cannot be served, if none can: for clients."""
         either: list[Prefiller | Rank] = [*self.prefillers, *self.ranks]
         unfit = next((one.unfit for one in either if one.status is UP and one.unfit), "")
-        return f"{_NONE_UP}: the engines do not fit each other: {unfit}" if unfit else _NONE_UP
+        return f"{_NONE_FIT} {unfit}. {_HOW_TO_FIT}" if unfit else _NONE_UP
 
     @property
     def missing(self) -> set[Role]:
@@ -553,23 +555,26 @@ class KvTransfers:
         request: "RequestId",
         prefiller: "Prefiller",
         rank: "Rank",
-        fault: "Fault",
+        fault: Fault,
         reason: str,
     ) -> None:
         """Note that a rank failed to pull a KV cache, and quarantine who is at fault, if known."""
         self._count(prefiller.name, rank.name, fault.value)
         self._note(prefiller.target, request, rank.target)
         self._note(rank.target, request, prefiller.target)
-        reason = f"KV caches cannot be pulled: {reason}"
+        if fault is Fault.SERVER_ERROR:  # vLLM answers "Internal server error", whatever it is.
+            reason += "; the log of that rank says why"
         if prefiller.kv_trial or self._outweighs(prefiller.target, rank.target):
             again, prefiller.kv_trial = prefiller.kv_trial, True
-            if not self._convict(prefiller.target, reason, again):
+            why = f"KV caches cannot be pulled: rank {rank.name}: {reason}"
+            if not self._convict(prefiller.target, why, again):
                 prefiller.kv_trial = again
             self._failures.pop(rank.target, None)
             return
         on_trial = self._is_on_trial(rank.target)
         if on_trial or self._outweighs(rank.target, prefiller.target):
-            self._convict(rank.target, reason, on_trial)
+            why = f"KV caches cannot be pulled from {prefiller.name}: {reason}"
+            self._convict(rank.target, why, on_trial)
             self._failures.pop(prefiller.target, None)
 
     def _note(self, target: "Target", request: "RequestId", other: "Target") -> None:

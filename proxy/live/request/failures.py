@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
-from balanceroute.proxy.live.openai.errors import JSON_HEADERS, EngineError, is_error, says_dead
+from balanceroute.proxy.live.openai.errors import (
+    JSON_HEADERS,
+    EngineError,
+    error_words,
+    is_error,
+    says_dead,
+)
 from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS, Api
 from balanceroute.proxy.live.request.shared import MOST_DEATHS
 from balanceroute.proxy.live.telemetry.record import Leg
@@ -207,7 +213,7 @@ def lacks_route(status: int, body: bytes) -> bool:
 
 def refusal(status: int, headers: "Headers", body: bytes) -> Failure:
     """Return the failure that an answer with another status than 200 is."""
-    answer, reason = (status, headers, body), f"status {status}"
+    answer, reason = (status, headers, body), _said(status, error_words(body))
     if status < 400:
         return Failure(What.NO_ANSWER, Fault.PROTOCOL, f"the engine answered {status}")
     if status >= 500 and says_dead(body):
@@ -232,7 +238,11 @@ def reported(error: EngineError, body: bytes) -> Failure:
     if error.is_death:
         what = What.BROKEN  # As if the connection were lost: soon it will be.
     answer = (error.status, JSON_HEADERS, body)
-    return Failure(what, Fault.SERVER_ERROR, f"status {error.status}", answer)
+    return Failure(what, Fault.SERVER_ERROR, _said(error.status, error.words), answer)
+
+
+def _said(status: int, words: str) -> str:
+    return f"status {status}: {words}" if words else f"status {status}"
 
 
 def breakage(error: "WireError") -> Failure:

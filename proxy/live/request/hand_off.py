@@ -138,8 +138,7 @@ class HandOff:
             self._prefilled(body)
             return
         if status == 200 or (status >= 500 and status != 503):
-            target, reason = self.prefiller.target, f"status {status}"
-            self._host.report(LegFailed(target, Fault.SERVER_ERROR, reason))
+            self._host.report(LegFailed(self.prefiller.target, Fault.SERVER_ERROR, failure.reason))
         if failure.says_dead and not self._died(said=True):
             self._give_up(Fault.SERVER_ERROR)
         else:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.client import Endpoint
 
 COMPLETIONS = "/v1/completions"
+WHY = re.compile("KV caches cannot be pulled: rank (.*?): (.*)")
 NOWHERE = cast("Endpoint", None)
 
 
@@ -231,6 +232,14 @@ async def test_a_prefiller_whose_kv_caches_cannot_be_pulled_costs_no_client_an_a
     spoiled[bad.engine_id] = after_s
     exchanges = await load(site, 120, stream=stream)
     assert [one.status for one in exchanges] == [200] * 120
+    (row,) = [
+        row
+        for row in (await site.admin("/admin/instances")).json["instances"]
+        if row["url"] == bad.url
+    ]
+    rank, reason = WHY.fullmatch(row["reason"]).groups()  # type: ignore[union-attr]
+    assert rank in {site.fleet.engine(f"decode/{i}").url for i in range(4)}
+    assert reason == "status 500: Internal server error; the log of that rank says why"
     assert all(one.done for one in exchanges if one.events)
     assert {record.outcome for record in site.world.ended} == {Outcome.OK}
     by_name = await statuses(site)

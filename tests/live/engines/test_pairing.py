@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 COMPLETIONS = "/v1/completions"
 OLD, NEW = "0.32.0", "0.33.0"
 REFUSAL = 'NIXL refuses the pair ("NIXL compatibility hash mismatch")'
+UNFIT = (
+    "no engine of each role is up that fits one of the other: decode engines and prefillers have "
+    f"vLLM {NEW} and {OLD}: {REFUSAL}. Start both roles with the same version, weights and flags"
+)
 FOUR: dict[str, Any] = {"prefillers": 2, "ranks": 2}
 
 
@@ -99,8 +103,7 @@ def test_an_engine_that_fits_none_takes_nothing_and_says_why(
 async def test_where_nothing_fits_requests_are_refused_at_once(site: Site) -> None:
     answer = await site.post(COMPLETIONS, body(0))
     assert (answer.status, by_engine(site)) == (503, {})
-    told = f"no engine of each role is up: the engines do not fit each other: have vLLM {NEW} and {OLD}: {REFUSAL}"
-    assert answer.json["error"]["message"] == told
+    assert answer.json["error"]["message"] == UNFIT
     assert (await site.admin("/ready")).status == 503
 
 
@@ -191,6 +194,33 @@ def test_pooled_requests_are_prefilled_again_when_their_last_rank_goes() -> None
         assert mixed_pairs(site) == 0
 
     play(scenario, engine_versions=versions, batch_limit=2, flags={"batch": 2, "pool_limit": 8})
+
+
+@pytest.mark.parametrize("how", ["drained", "killed"])
+@served(prefillers=1, ranks=1, batch_limit=2, flags={"batch": 2, "pool_limit": 2})
+async def test_another_version_in_the_only_prefillers_place_ends_what_waits_and_says_why(
+    site: Site, how: str
+) -> None:
+    exchanges = [site.send(COMPLETIONS, body(number, 100)) for number in range(12)]
+    await site.until(lambda: sum(bool(one.events) for one in exchanges) == 2)
+    site.world.versions["prefill/0"] = NEW
+    if how == "killed":
+        site.fleet.kill("prefill/0")
+        await site.fleet.restore("prefill/0")
+    else:
+        await order(site, "/admin/instances/drain", "prefill/0")
+        await order(site, "/admin/instances", "prefill/0")
+    ended = [await exchange.end() for exchange in exchanges]
+    served_, refused = ([one for one in ended if one.status == status] for status in (200, 503))
+    assert len(served_) >= 2
+    assert len(served_) + len(refused) == 12
+    assert all(one.done for one in served_)
+    told = {one.json["error"]["message"] for one in refused}
+    assert told == {UNFIT.replace(f"{NEW} and {OLD}", f"{OLD} and {NEW}")}
+    # What was prefilled before may be pulled from the engine that is there now, once.
+    assert mixed_pairs(site) <= (2 if how == "killed" else 0)
+    assert sum(by_engine(site).values()) <= 2 * 12
+    assert (await site.state())["decoding"] == 0
 
 
 def update_order(rng: random.Random) -> list[str]:

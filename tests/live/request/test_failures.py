@@ -12,6 +12,7 @@ from tests.support.site import Site, served
 from balanceroute.proxy.lab.emulate.faults import AfterPull, ErrorForm
 from balanceroute.proxy.lab.emulate.settings import DpMode
 from balanceroute.proxy.live.engines.engine_url import Fault
+from balanceroute.proxy.live.openai.errors import error_in
 from balanceroute.proxy.live.request.failures import (
     RULES,
     Blame,
@@ -21,6 +22,7 @@ from balanceroute.proxy.live.request.failures import (
     What,
     breakage,
     refusal,
+    reported,
     triage,
 )
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome
@@ -154,7 +156,28 @@ def test_a_status_is_read_as_a_failure(status: int, body: bytes, what: What) -> 
     one = refusal(status, [], body)
     assert one.what is what
     assert one.answer == (None if what is What.NO_ANSWER else (status, [], body))
+    assert one.reason.startswith(("status ", "the engine answered ")), one.reason
     assert str(status) in one.reason
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"error":{"message":"%s","type":"InternalServerError","code":500}}',
+        b'{"object":"error","message":"%s","code":500}',
+        b'{"detail":"%s"}',
+        b'{"error":"%s"}',
+    ],
+)
+def test_a_reason_has_the_engines_own_words_up_to_a_bound(said: bytes) -> None:
+    words = "NIXL compatibility hash mismatch"
+    body = said % words.encode()
+    assert refusal(500, [], body).reason == f"status 500: {words}"
+    error = error_in(body)
+    assert error is not None
+    assert reported(error, body).reason == f"status 500: {words}"
+    assert len(refusal(500, [], said % (b"x" * 60_000)).reason) < 300
+    assert refusal(500, [], said % (b"x" * 70_000)).reason == "status 500"
 
 
 def test_a_failure_where_no_kv_cache_was_to_be_pulled_is_the_engines() -> None:

@@ -150,11 +150,11 @@ async def test_what_fails_on_the_way_is_an_event_and_a_stage_of_its_own(
     names = ["queue", "prefill", "backoff", "queue", "prefill", "pool", "transfer", "decode"]
     assert [one.name for one in stages] == names
     assert [one.status.code == ERROR for one in stages] == [False, True, *[False] * 6]
-    assert stages[1].status.message == "status 500"
+    assert stages[1].status.message == "status 500: no"
     failed, again, first = sorted(span.events, key=lambda event: event.time_unix_nano)
     names = ["prefill failed", "queue again", "first token"]
     assert [one.name for one in (failed, again, first)] == names
-    assert plain(failed.attributes) == {"balanceroute.reason": "status 500"}
+    assert plain(failed.attributes) == {"balanceroute.reason": "status 500: no"}
     assert plain(span.attributes)["balanceroute.retries"] == 1
     assert not span.status.code
 
