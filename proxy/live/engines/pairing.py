@@ -1,8 +1,9 @@
 """Which prefillers and ranks fit, by what their engines tell: no request is given to a pair that does not.
 
 An engine that comes (back) up takes nothing until it was asked once, which takes three small pages. It
-is asked again once a minute, and at once if another engine answers at its address. A page that does not
-come tells nothing, and what is not known is no reason to refuse.
+is asked again once a minute, and at once if another engine answers at its address. A page that it does not
+have tells nothing, and what is not known is no reason to refuse. If no answer comes, as of an engine that
+is busy, it is asked twice more at once, and what it told before holds.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from balanceroute.proxy.live.engines.engine_gauges import (
     cache_configs,
     kv_signs,
 )
-from balanceroute.proxy.live.engines.engine_url import FetchError
+from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import (
     Instances,
     Prefiller,
@@ -45,6 +46,9 @@ _MOST_NAMES = 32
 _REFRESH_S = 60.0
 _TIMEOUT_S = 2.0
 """Of one page; they are fetched at the same time."""
+_TRIES = 3
+# How pages fail that an engine does not have; else it did not answer.
+_ANSWERED = frozenset({Fault.SERVER_ERROR, Fault.PROTOCOL})
 
 
 class VersionPage(msgspec.Struct):
@@ -59,7 +63,13 @@ class _Asked:
 
     at_s: float
     engines: int
+    silent: int  # How often in a row it did not answer.
     asking: bool = True
+
+    @property
+    def again(self) -> bool:
+        """Whether it is to be asked again at once."""
+        return 0 < self.silent < _TRIES
 
 
 class Pairing:
@@ -135,6 +145,7 @@ class Pairing:
         if not self.active:
             return
         self._asked.pop(target, None)
+        self.facts.pop(target, None)
         for one in self._instances.of(target):
             one.asked = False
 
@@ -240,7 +251,7 @@ class Pairing:
             if last is not None and engines > max(1, last.engines):
                 self.doubt(target)  # Another engine answers there.
                 self._changed()
-            elif last is not None and now_s - last.at_s < _REFRESH_S:
+            elif last is not None and not last.again and now_s - last.at_s < _REFRESH_S:
                 continue
             due.append(target)
         # Those that take nothing until then go first.
@@ -249,20 +260,26 @@ class Pairing:
     async def _ask(self, target: Target) -> None:
         ones = self._instances.of(target)
         engines = max(len(one.engines) if isinstance(one, Prefiller) else 0 for one in ones)
-        asked = self._asked[target] = _Asked(self._clock(), engines)
+        last = self._asked.get(target)
+        silent = 0 if last is None else last.silent
+        asked = self._asked[target] = _Asked(self._clock(), engines, silent)
         self._asking += 1
         try:
-            version, models, metrics = await asyncio.gather(
+            pages = await asyncio.gather(
                 *(self._page(target, path) for path in ("/version", "/v1/models", "/metrics"))
             )
         finally:
             self._asking -= 1
         if self._asked.get(target) is asked:  # Else it is in doubt again, or gone.
             asked.asking = False
-            served = _models(models)
-            self.facts[target] = facts_of(_version(version), served, _caches(metrics))
-            self._doubt(target, served, metrics)
-            self._answered[target] = asked
+            asked.silent = silent + 1 if None in pages else 0
+            if not asked.silent or (not asked.again and target not in self.facts):
+                version, models, metrics = (page or b"" for page in pages)
+                served = _models(models)
+                self.facts[target] = facts_of(_version(version), served, _caches(metrics))
+                self._doubt(target, served, metrics)
+            if not asked.again:
+                self._answered[target] = asked
         if not self._asking:
             self._settle()
 
@@ -301,14 +318,16 @@ class Pairing:
                 fields = {"role": target.role.value, "url": target.url, "reason": doubt}
                 _log.warning("an engine may not be what it is taken for", extra={"fields": fields})
 
-    async def _page(self, target: Target, path: str) -> bytes:
+    async def _page(self, target: Target, path: str) -> bytes | None:
+        """Return a page; empty if the engine has none, None if it does not answer."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await self._fetch(target.url + path)
         except (FetchError, TimeoutError) as error:
             fields = {"url": target.url, "page": path, "reason": str(error)}
             _log.debug("an engine does not tell what it is", extra={"fields": fields})
-            return b""
+            answered = isinstance(error, FetchError) and error.fault in _ANSWERED
+            return b"" if answered else None
 
 
 def _is_any_up(instances: Sequence[Prefiller | Rank]) -> bool:

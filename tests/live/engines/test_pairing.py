@@ -172,6 +172,51 @@ async def test_an_engine_that_comes_back_takes_nothing_before_it_was_asked(site:
     assert (await rows(site))["decode/1"]["unfit"]
 
 
+@pytest.mark.parametrize("page", [b"/version", b"/metrics"])
+@served(prefillers=1, ranks=1, engine_versions={"decode/0": NEW})
+async def test_an_engine_too_busy_to_tell_takes_nothing_until_it_does(
+    site: Site, page: bytes
+) -> None:
+    """Once a page did not come within 2 s, an engine of another version was given requests for a minute."""
+    late: list[Reply] = []
+
+    def busy(engine: str, request: "HttpRequest", reply: "Reply") -> None:
+        del engine, request
+        late.append(reply)
+        if len(late) == 2:
+            del site.handlers[page]
+
+    await order(site, "/admin/instances/drain", "decode/0")
+    site.handlers[page] = busy
+    await order(site, "/admin/instances", "decode/0")
+    answers = [await site.post(COMPLETIONS, body(number)) for number in range(3)]
+    await asyncio.sleep(6.0)
+    answers += [await site.post(COMPLETIONS, body(number)) for number in range(3)]
+    assert len(late) == 2
+    assert [one.status for one in answers] == [503] * 6
+    assert {one.json["error"]["message"] for one in answers[3:]} == {UNFIT}
+    assert mixed_pairs(site) == 0
+
+
+@served(prefillers=1, ranks=1, engine_versions={"decode/0": NEW})
+async def test_what_an_engine_told_holds_while_it_is_too_busy_to_tell(site: Site) -> None:
+    site.handlers[b"/version"] = lambda engine, request, reply: None
+    await asyncio.sleep(90.0)
+    assert (await site.post(COMPLETIONS, body(0))).json["error"]["message"] == UNFIT
+    assert (await rows(site))["decode/0"]["version"] == NEW
+
+
+@served()
+async def test_an_engine_that_never_tells_is_paired_in_the_end(site: Site) -> None:
+    site.fleet.kill("decode/1")
+    await asyncio.sleep(10.0)
+    site.handlers[b"/version"] = lambda engine, request, reply: None
+    await site.fleet.restore("decode/1")
+    await asyncio.sleep(40.0)
+    await all_served(site, 10)
+    assert by_engine(site)["decode/1"]
+
+
 @served()
 async def test_an_engine_that_was_updated_while_it_drained_is_asked_anew(site: Site) -> None:
     await order(site, "/admin/instances/drain", "decode/1")
