@@ -4,44 +4,51 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
+from tests.live.leader.lease_server import LeaseServer
 from tests.support.arguments import positive
 from tests.support.certificate import make_certificate
-from tests.support.chaos.deaths import freeze_ranks, kill_decoders
+from tests.support.chaos.deaths import Deaths, Freezes, freeze_ranks, kill_decoders
 from tests.support.chaos.exactness import compare
 from tests.support.chaos.fuzz import fuzz as fuzz_seed
 from tests.support.chaos.groups import run_seed_of_groups
-from tests.support.chaos.trial import Summary, run_seed
-from tests.support.soak.proxy_process import ProxyProcess, running_proxy
+from tests.support.chaos.trial import Summary, TrialReport, run_seed
+from tests.support.site import Exchanged
 from tests.support.soak.run import SoakControl, SoakReport, SoakSettings
 from tests.support.soak.run import soak as run_soak
 
 from balanceroute.proxy.live.request.leg_settings import FirstTokenFrom, Resume
-from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.messages import WireError
 from balanceroute.topologies import CONNECTORS
 from commands import main
-from experiment import emulated
+from experiment import emulated, proxy_before
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+_Report = TypeVar("_Report")
 
-    from tests.support.chaos.trial import TrialReport
+
+def _each(run: Callable[[int], _Report], seeds: Iterable[int], jobs: int) -> Iterator[_Report]:
+    """Run each seed, and print how long all took."""
+    begin_s = time.perf_counter()
+    # Fresh processes: what one run leaves in memory can then be of no consequence to another.
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap_unordered(run, seeds)
+    print(f"took {time.perf_counter() - begin_s:.0f} s, {jobs} jobs")
 
 
 def chaos(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -58,58 +65,45 @@ def chaos(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
     The same seed with the same number of requests does the same thing again, whatever it was.
     """
-    parser.add_argument("--seeds", type=positive, default=20, metavar="N", help="how many seeds")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="the first of them")
-    parser.add_argument("--seed", type=int, metavar="N", help="run this one alone")
+    parser.add_argument(
+        "--seeds", type=positive, metavar="N", help="how many (default: 20, or one of --seed)"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="the first of them")
     parser.add_argument("--requests", type=positive, default=100, metavar="N", help="of each seed")
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="processes")
-    parser.add_argument(
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
         "--force",
         choices=["locality"],
         help="in every seed: prefix-aware choice, ranks that compute prompts, conversations, two versions",
     )
-    parser.add_argument("--groups", action="store_true", help="several groups of engines")
-    parser.add_argument("--http3", action="store_true", help="clients speak HTTP/3 (extra h3)")
+    kinds.add_argument("--groups", action="store_true", help="several groups of engines")
+    kinds.add_argument("--http3", action="store_true", help="clients speak HTTP/3 (extra h3)")
     parser.add_argument("--log", type=Path, metavar="FILE", help="what happened in the one seed")
-    arguments = parser.parse_args(words)
-    if arguments.log is not None and arguments.seed is None:
-        parser.error("--log goes with --seed")
-    alone = [flag for flag in ("groups", "http3") if getattr(arguments, flag)]
-    if alone and (arguments.force or len(alone) > 1):
-        parser.error(f"--{alone[0]} goes with none of the other kinds of runs")
-    seeds = range(arguments.first, arguments.first + arguments.seeds)
-    if arguments.seed is not None:
-        seeds = range(arguments.seed, arguments.seed + 1)
-    begin = time.perf_counter()
+    given = parser.parse_args(words)
+    first, count = given.seed or 0, given.seeds or (20 if given.seed is None else 1)
+    if given.log is not None and count > 1:
+        parser.error("--log goes with one --seed")
     summary = Summary()
-    # Fresh processes: what one run leaves in memory can then be of no consequence to another.
-    with (
-        TemporaryDirectory() as folder,
-        multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool,
-    ):
+    with TemporaryDirectory() as folder:
         run: Callable[[int], TrialReport] = partial(
-            run_seed,
-            requests=arguments.requests,
-            near=arguments.force == "locality",
+            run_seed, requests=given.requests, near=given.force == "locality"
         )
-        if arguments.groups:
-            run = partial(run_seed_of_groups, requests=arguments.requests)
-        if arguments.http3:
+        if given.groups:
+            run = partial(run_seed_of_groups, requests=given.requests)
+        if given.http3:
             # Here: an extra.
-            from tests.support.chaos.http3_trial import (  # noqa: PLC0415
-                run_seed_over_http3,
-            )
+            from tests.support.chaos.http3_trial import run_seed_over_http3  # noqa: PLC0415
 
             cert, key = make_certificate(Path(folder), kind="ed25519")
-            run = partial(run_seed_over_http3, requests=arguments.requests, cert=cert, key=key)
-        for report in pool.imap_unordered(run, seeds):
+            run = partial(run_seed_over_http3, requests=given.requests, cert=cert, key=key)
+        for report in _each(run, range(first, first + count), given.jobs):
             summary.add(report)
             if report.violations:
                 print(f"seed {report.seed}: {report.violations[0]}", file=sys.stderr)
-            if arguments.log is not None:
-                arguments.log.write_text("\n".join([*report.lines, ""]))
+            if given.log is not None:
+                given.log.write_text("\n".join([*report.lines, ""]))
     print("\n".join(summary.lines()))
-    print(f"took            {time.perf_counter() - begin:.0f} s, {arguments.jobs} jobs")
     return 1 if summary.violations else 0
 
 
@@ -128,32 +122,25 @@ def fuzz(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--cases", type=positive, default=20_000, metavar="N", help="how many in all"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="this seed alone")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="the first seed")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed")
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="processes")
-    arguments = parser.parse_args(words)
-    each = min(arguments.cases, _CASES_OF_A_SEED)
-    seeds = range(arguments.first, arguments.first + -(-arguments.cases // each))
-    if arguments.seed is not None:
-        each, seeds = arguments.cases, range(arguments.seed, arguments.seed + 1)
-    begin = time.perf_counter()
+    given = parser.parse_args(words)
+    each = min(given.cases, _CASES_OF_A_SEED)
+    seeds = range(given.seed, given.seed + -(-given.cases // each))
     kinds: Counter[str] = Counter()
     statuses: Counter[int] = Counter()
     cases = violations = 0
-    # Fresh processes: what one run leaves in memory can then be of no consequence to another.
-    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        for report in pool.imap_unordered(partial(fuzz_seed, cases=each), seeds):
-            cases += report.cases
-            kinds += report.kinds
-            statuses += report.statuses
-            violations += len(report.violations)
-            for violation in report.violations:
-                print(f"seed {report.seed}: {violation}", flush=True)
+    for report in _each(partial(fuzz_seed, cases=each), seeds, given.jobs):
+        cases += report.cases
+        kinds += report.kinds
+        statuses += report.statuses
+        violations += len(report.violations)
+        for violation in report.violations:
+            print(f"seed {report.seed}: {violation}", flush=True)
     print(f"cases       {cases} of {len(seeds)} seeds, as many canaries")
     print(f"spoiled     {', '.join(f'{kind} {n}' for kind, n in sorted(kinds.items()))}")
     print(f"statuses    {', '.join(f'{status}: {n}' for status, n in sorted(statuses.items()))}")
     print(f"violations  {violations}")
-    print(f"took        {time.perf_counter() - begin:.0f} s, {arguments.jobs} jobs")
     return 1 if violations else 0
 
 
@@ -197,6 +184,24 @@ def exactness(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     return 1 if differences else 0
 
 
+@contextmanager
+def _folder(given: argparse.Namespace) -> Iterator[Path]:
+    """Give a folder for the proxies' logs: what --keep names, else one for the moment."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+
+
+def _keeps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the proxies' logs there")
+
+
+def _judged(report: SoakReport) -> int:
+    print(report.text())
+    return 1 if report.wrong else 0
+
+
 def soak(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Clients that leave and engines that fail, on real sockets: is anything left behind?
 
@@ -215,24 +220,20 @@ def soak(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         default="auto",
         help="whether the native library moves streams",
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the proxy's logs there")
-    arguments = parser.parse_args(words)
+    _keeps(parser)
+    given = parser.parse_args(words)
     settings = SoakSettings(
-        requests=arguments.requests,
-        warm_up=max(10, arguments.requests // 25),
-        afterwards=max(10, arguments.requests // 50),
-        seed=arguments.seed,
+        requests=given.requests,
+        warm_up=max(10, given.requests // 25),
+        afterwards=max(10, given.requests // 50),
+        seed=given.seed,
         wait_for_idle=True,
-        connector=arguments.connector,
-        policy=arguments.policy,
-        native=arguments.native,
+        connector=given.connector,
+        policy=given.policy,
+        native=given.native,
     )
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.keep or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        report = run_soak(settings, folder)
-    print(report.text())
-    return 1 if report.wrong else 0
+    with _folder(given) as folder:
+        return _judged(run_soak(settings, folder))
 
 
 def decoder_deaths(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -266,284 +267,386 @@ def decoder_deaths(parser: argparse.ArgumentParser, words: Sequence[str]) -> int
         "--dp-size", type=int, choices=(1, 2, 4), default=1, help="ranks that end together"
     )
     parser.add_argument("--freeze", type=positive, metavar="S", help="for so many virtual seconds")
-    arguments = parser.parse_args(words)
-    if arguments.freeze is not None:
-        return _freeze_ranks(arguments)
-    found = kill_decoders(
-        arguments.seed,
-        requests=arguments.requests,
-        resume=arguments.resume,
-        agents=arguments.agents,
-        dp_size=arguments.dp_size,
-    )
-    print(
-        f"{found.killed} decode engines killed under {arguments.requests} greedy streams: "
-        f"{found.hit} streams hit, {found.exact} exact, {found.failed} ended with an error "
-        f"({found.twice} of them with the second engine that died under it), {len(found.wrong)} wrong, {found.held} left"
-    )
-    if found.gaps_s:
-        worst = max(found.gaps_s)
-        print(
-            f"longest gap of a stream that went on: median {median(found.gaps_s):.2f} s, at most {worst:.2f} s"
-        )
-    for wrong in found.wrong:
-        print(f"  {wrong}")
-    return 1 if found.wrong or found.held else 0
+    given = parser.parse_args(words)
+    if given.freeze is not None:
+        frozen = freeze_ranks(given.seed, seconds=given.freeze, resume=given.resume)
+        return _told(frozen, frozen.missed, frozen.false, frozen.wrong, [frozen.left])
+    options = {name: getattr(given, name) for name in ("requests", "resume", "agents", "dp_size")}
+    died = kill_decoders(given.seed, **options)
+    return _told(died, died.wrong, [died.held])
 
 
-def _freeze_ranks(arguments: argparse.Namespace) -> int:
-    found = freeze_ranks(arguments.seed, seconds=arguments.freeze, resume=arguments.resume)
-    print(
-        f"{found.requests} requests in {arguments.freeze} s; {found.frozen} ranks frozen under streams, "
-        f"{found.paused} pauses of a rank, {found.held} standstills of all ({found.told} told), "
-        f"{found.stood} of the proxy"
-    )
-    if found.found_s:
-        beyond = max(out - limit for out, limit in zip(found.found_s, found.limits_s, strict=False))
-        print(
-            f"left out after {median(found.found_s):.2f} s in the median, at most {max(found.found_s):.2f} s, "
-            f"and at most {beyond:.2f} s behind the limit of its own pace"
-        )
-    if found.gaps_s:
-        print(
-            f"{len(found.gaps_s)} streams went on elsewhere; longest silence: median "
-            f"{median(found.gaps_s):.2f} s, at most {max(found.gaps_s):.2f} s"
-        )
-    print(
-        f"{len(found.missed)} not left out in time, {len(found.false)} left out without reason, "
-        f"{len(found.wrong)} answers wrong or lost, {found.left} left"
-    )
-    for line in (*found.missed, *found.false, *found.wrong):
-        print(f"  {line}")
-    return 1 if found.missed or found.false or found.wrong or found.left else 0
-
-
-PREFILLERS, RANKS, BATCH = 2, 4, 4
-PREFILL_MS = 120.0
-TIME_SCALE = 3.0
-MEAN_OUTPUT = 60.0
-LOOK_S = 0.02
-LEASE_S = 10.0
-STREAMS, FROZEN_S, MOST_OUT_S, MOST_SILENT_S = 8, 6.0, 3.5, 5.0
-SERVE = (
-    f"--port 0 --admin-port 0 --batch {BATCH} --pool-limit 8 --lease-s {LEASE_S:g} "
-    "--lease-margin-s 3 --queue-ttl-s 20 --health-interval-s 0.5 --resume exact"
-)
-
-
-class Run:
-    """One run."""
-
-    def __init__(
-        self, freezes: int, proxy: ProxyProcess, ranks: dict[str, int], direct: str
-    ) -> None:
-        self.report = SoakReport()  # What was found.
-        self._freezes = freezes
-        self._admin = SoakControl(f"http://{proxy.host}:{proxy.admin_port}")
-        self._proxy = Endpoint(proxy.host, proxy.port)
-        self._engine = Endpoint(*_address(direct))
-        self._ranks = ranks  # The processes before them, by the address that the proxy has.
-        self._over = False
-        self._answers: list[tuple[int, Told]] = []
-        self._right: dict[int, str] = {}
-
-    async def run(self) -> None:
-        """Freeze one rank after the other under load, and compare the answers."""
-        async with asyncio.TaskGroup() as group:
-            for number in range(STREAMS):
-                group.create_task(self._send(number))
-            group.create_task(self._freeze())
-        self.report.note("streams", len(self._answers))
-        wrong = [one for number, told in self._answers if (one := await self._judge(number, told))]
-        self.report.faults("wrong or lost", wrong)
-        silence_s = max(told.silence_s for _, told in self._answers)
-        self.report.check(
-            "longest silence of a stream", f"{silence_s:.2f} s", silence_s <= MOST_SILENT_S
-        )
-        for closing in (self._admin, self._proxy, self._engine):
-            closing.close()
-
-    async def _freeze(self) -> None:
-        await asyncio.sleep(FROZEN_S)
-        outs = []
-        for url, process in (list(self._ranks.items()) * self._freezes)[: self._freezes]:
-            os.kill(process, signal.SIGSTOP)
-            begin_s = time.monotonic()
-            out_s = None
-            while (past_s := time.monotonic() - begin_s) < FROZEN_S:
-                if out_s is None and not (await self._rank(url))["open"]:
-                    out_s = past_s
-                await asyncio.sleep(LOOK_S)
-            os.kill(process, signal.SIGCONT)
-            outs.append(out_s)
-            await asyncio.sleep(FROZEN_S)  # It is tried again.
-        self._over = True
-        late = [out_s for out_s in outs if out_s is None or out_s > MOST_OUT_S]
-        shown = ", ".join("never" if out_s is None else f"{out_s:.2f} s" for out_s in outs)
-        self.report.check("left out after", shown, not late)
-        vetoes = sum(
-            one["vetoes"] for one in (await self._admin.get("/admin/state"))["state"]["ranks"]
-        )
-        self.report.check("times a rank was left out", vetoes, vetoes >= len(outs))
-
-    async def _rank(self, url: str) -> dict[str, Any]:
-        state = (await self._admin.get("/admin/state"))["state"]
-        (rank,) = [one for one in state["ranks"] if one["url"] == url]
-        return cast("dict[str, Any]", rank)
-
-    async def _send(self, number: int) -> None:
-        while not self._over:
-            self._answers.append((number, await self._ask(self._proxy, number)))
-
-    async def _ask(self, endpoint: Endpoint, number: int) -> "Told":
-        values = {"prompt": f"stream {number}", "max_tokens": 150, "temperature": 0}
-        body = json.dumps(values | {"ignore_eos": True, "stream": True}).encode()
-        told = Told()
-        endpoint.request(b"POST", b"/v1/completions", [], body, told)
-        await told.over.wait()
-        return told
-
-    async def _judge(self, number: int, told: "Told") -> str:
-        if number not in self._right:
-            self._right[number] = (await self._ask(self._engine, number)).text
-        if told.error or told.status != 200 or told.text != self._right[number]:
-            return (
-                f"stream {number}: status {told.status}, {len(told.text)} characters {told.error}"
+def _told(found: Deaths | Freezes, *wrong: list[Any]) -> int:
+    """Print each figure of what was found; return 1 if any of those that are wrong is not nothing."""
+    for one in fields(found):
+        value = getattr(found, one.name)
+        if isinstance(value, list):
+            lines = [text for text in value if isinstance(text, str)]
+            spread = (
+                f", median {median(value):.2f}, at most {max(value):.2f}"
+                if value and not lines
+                else ""
             )
-        return ""
+            value = "".join([f"{len(value)}{spread}", *(f"\n  {text}" for text in lines)])
+        print(f"{one.name:<10} {value}")
+    return int(any(map(any, wrong)))
 
 
-class Told:
-    """What a stream brought; see `ResponseHandler`."""
+# Greedy streams on real sockets, while ranks freeze or leaders die.
 
-    def __init__(self) -> None:
-        self.status = 0
-        self.error = ""
-        self.silence_s = 0.0  # The longest time without any of it, behind its first event.
-        self.over = asyncio.Event()
-        self._body = bytearray()
-        self._last_s = 0.0
-
-    @property
-    def text(self) -> str:
-        lines = [one[6:] for one in bytes(self._body).split(b"\n") if one.startswith(b"data: {")]
-        choices = [one for line in lines for one in json.loads(line).get("choices", ())]
-        return "".join(one["text"] for one in choices)
-
-    @property
-    def whole(self) -> bool:
-        """Whether it came to its proper end."""
-        return bytes(self._body).endswith(b"data: [DONE]\n\n")
-
-    def on_head(self, status: int, headers: object) -> None:
-        del headers
-        self.status = status
-
-    def on_data(self, data: bytes) -> None:
-        """Take events."""
-        now_s = time.monotonic()
-        if self._last_s:
-            self.silence_s = max(self.silence_s, now_s - self._last_s)
-        self._last_s = now_s
-        self._body += data
-
-    def on_end(self) -> None:
-        self.over.set()
-
-    def on_error(self, error: WireError) -> None:
-        """Take a failure."""
-        self.error = str(error)
-        self.over.set()
+PREFILLERS, RANKS = 2, 4
+LOOK_S, RETRY_S, ANSWER_S = 0.02, 0.5, 30.0
 
 
 def _address(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return parts.hostname, parts.port
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return host, int(port)
 
 
-async def _pass_on(url: str) -> None:
-    """Accept connections, print the port, and pass on what comes of each, until standard input ends."""
+class Load:
+    """Greedy streams that clients send again and again, each compared with what one engine says.
 
-    async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while data := await source.read(1 << 16):
-                sink.write(data)
-                await sink.drain()
-        sink.close()
+    Args:
+        engine: The URL of that engine.
+        streams: How many at a time.
+        tokens: Of an answer; of each stream one more than of the one before.
+    """
 
-    async def accept(client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
-        engine, request = await asyncio.open_connection(*_address(url))
-        await asyncio.gather(copy(client, request), copy(engine, answer))
+    def __init__(self, engine: str, streams: int, tokens: int) -> None:
+        self.report = SoakReport()
+        self.over = False  # Set by what goes wrong, when it has.
+        self.silence_s = 0.0  # The longest time without an event, behind the first one of a stream.
+        self.engine = engine
+        self._engine = Endpoint(*_address(engine))
+        self.ends: Counter[str] = Counter()
+        self._streams, self._tokens = streams, tokens
+        self._right: list[str] = []
+        self._wrong: list[str] = []
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    async def run(self, proxies: Sequence[Endpoint], *works: Coroutine[Any, Any, None]) -> None:
+        """Send to whichever of the proxies takes it, until one of the works says that it is over."""
+        numbers = range(self._streams)
+        alone = await asyncio.gather(*(self._ask(self._engine, number) for number in numbers))
+        self._right = ["".join(one.texts()) for one in alone]
+        async with asyncio.TaskGroup() as group:
+            for work in (*works, *(self._send(number, proxies) for number in numbers)):
+                group.create_task(work)
+        for name, count in sorted(self.ends.items()):
+            self.report.note(f"answers {name}", count)
+        self.report.faults("wrong or doubled", self._wrong)
+
+    async def _send(self, number: int, proxies: Sequence[Endpoint]) -> None:
+        turn = 0
+        while not self.over:
+            one = await self._ask(proxies[turn % len(proxies)], number)
+            self.ends[self._judge(number, one)] += 1
+            gaps = (after - before for before, after in pairwise(one.times_s))
+            self.silence_s = max(self.silence_s, *gaps, 0.0)
+            if one.status in (503, 0):
+                turn += 1
+                await asyncio.sleep(RETRY_S)
+
+    async def _ask(self, endpoint: Endpoint, number: int) -> Exchanged:
+        values = {"prompt": f"stream {number}", "max_tokens": self._tokens + number}
+        body = json.dumps(values | {"temperature": 0, "ignore_eos": True, "stream": True}).encode()
+        one = Exchanged()
+        call = endpoint.request(b"POST", b"/v1/completions", [], body, one)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                await one.end()
+        call.abort()
+        return one
+
+    def _judge(self, number: int, one: Exchanged) -> str:
+        if one.status != 200:
+            return f"refused with {one.status}" if one.status else "not answered"
+        text, right = "".join(one.texts()), self._right[number]
+        if not right.startswith(text):
+            self._wrong.append(f"stream {number}: {text[-80:]!r} is not of {right[-80:]!r}")
+        elif one.done and text != right:
+            self._wrong.append(f"stream {number}: {len(text)} of {len(right)} characters, whole")
+        return "whole" if one.done else "cut"
 
 
-@contextmanager
-def _passing_on(urls: list[str]) -> Iterator[dict[str, int]]:
-    """Run a process before each engine; yield their processes by the addresses that they have."""
-    running = []
-    try:
-        found = {}
-        for url in urls:
-            command = [sys.executable, __file__, "freeze-engines", "--pass-on", url]
-            one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            running.append(one)
-            assert one.stdout is not None
-            found[f"http://127.0.0.1:{int(one.stdout.readline())}"] = one.pid
-        yield found
-    finally:
-        for one in running:
-            one.kill()
-            one.communicate()
+class FrozenRanks:
+    """Passes on what is for ranks and from them, and freezes one after the other."""
 
+    FROZEN_S, MOST_OUT_S, MOST_SILENT_S = 6.0, 3.5, 5.0
+    STREAMS, TOKENS, TIME_SCALE, LEASE_S, BATCH = 8, 143, 3.0, 10.0, 4
+    ENGINES = (
+        f"--prefillers={PREFILLERS} --ranks={RANKS} --batch={BATCH} --time-scale={TIME_SCALE} "
+        f"--lease-s={LEASE_S * TIME_SCALE} --mean-output=60 --prefill-base-ms=120"
+    )
+    SERVE = (
+        f"--batch {BATCH} --pool-limit 8 --lease-s {LEASE_S:g} --lease-margin-s 3 --queue-ttl-s 20 "
+        "--health-interval-s 0.5 --resume exact"
+    )
 
-def _freeze(freezes: int, urls: dict[str, list[str]], folder: Path) -> SoakReport:
-    flags = SERVE.split()
-    with _passing_on(urls["decode"]) as ranks:
-        flags += ["--prefill", *urls["prefill"], "--decode", *ranks]
-        with running_proxy(flags, engines=[*urls["prefill"], *ranks], folder=folder) as proxy:
+    def __init__(self, engine: str, freezes: int) -> None:
+        self._load, self._freezes = Load(engine, self.STREAMS, self.TOKENS), freezes
+        self._going: dict[str, asyncio.Event] = {}  # By the address that the proxy has of a rank.
 
-            async def run() -> SoakReport:
-                one = Run(freezes, proxy, ranks, urls["decode"][0])
-                await one.run()
-                return one.report
+    async def pass_on(self, rank: str) -> str:
+        """Accept connections for a rank; return the URL. While it is frozen nothing moves, nor ends."""
+        going = asyncio.Event()
+        going.set()
 
-            return asyncio.run(run())
+        async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            with suppress(OSError):
+                while data := await source.read(1 << 16):
+                    await going.wait()
+                    sink.write(data)
+                    await sink.drain()
+            await going.wait()
+            sink.close()
+
+        async def accept(client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
+            engine, request = await asyncio.open_connection(*_address(rank))
+            await asyncio.gather(copy(client, request), copy(engine, answer))
+
+        server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self._going[url] = going
+        return url
+
+    async def freeze(self, admin: SoakControl) -> None:
+        """Freeze ranks in turn, and see how soon the proxy leaves each out."""
+        await asyncio.sleep(self.FROZEN_S)
+        outs = []
+        for url, going in (list(self._going.items()) * self._freezes)[: self._freezes]:
+            going.clear()
+            begin_s, out_s = time.monotonic(), None
+            while (past_s := time.monotonic() - begin_s) < self.FROZEN_S:
+                ranks = (await admin.get("/admin/state"))["state"]["ranks"]
+                if out_s is None and not next(one["open"] for one in ranks if one["url"] == url):
+                    out_s = past_s
+                await asyncio.sleep(LOOK_S)
+            going.set()
+            outs.append(out_s)
+            await asyncio.sleep(self.FROZEN_S)  # It is tried again.
+        self._load.over = True
+        late = [out_s for out_s in outs if out_s is None or out_s > self.MOST_OUT_S]
+        shown = ", ".join("never" if out_s is None else f"{out_s:.2f} s" for out_s in outs)
+        self._load.report.check("left out after", shown, not late)
+        state = (await admin.get("/admin/state"))["state"]
+        vetoes = sum(rank["vetoes"] for rank in state["ranks"])
+        self._load.report.check("times a rank was left out", vetoes, vetoes >= len(outs))
+
+    async def run(self, urls: dict[str, list[str]], folder: Path) -> SoakReport:
+        """Serve the load meanwhile."""
+        ranks = [await self.pass_on(url) for url in urls["decode"]]
+        proxies = proxy_before(urls | {"decode": ranks}, self.SERVE.split(), folder)
+        proxy = await asyncio.to_thread(proxies.__enter__)
+        admin = SoakControl(f"http://{proxy.host}:{proxy.admin_port}")
+        try:
+            await self._load.run([Endpoint(proxy.host, proxy.port)], self.freeze(admin))
+        finally:
+            await asyncio.to_thread(proxies.__exit__, None, None, None)
+        lost = self._load.ends.total() - self._load.ends["whole"]
+        self._load.report.check("answers not whole", lost, not lost)
+        silence_s = self._load.silence_s
+        shown = f"{silence_s:.2f} s"
+        self._load.report.check("longest silence", shown, silence_s <= self.MOST_SILENT_S)
+        return self._load.report
 
 
 def freeze_engines(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Freezes decode ranks under load: how soon is each left out, and is every answer still that of one engine?
 
-    Starts emulated engines and the proxy. A process that passes on what is for a rank and from it gets SIGSTOP, so
-    that the proxy sees what it sees of a host that hangs, and SIGCONT after FROZEN_S. Greedy streams run all the
+    Starts emulated engines and the proxy. What is for a rank and from it is passed on, and stands still for
+    some seconds, so that the proxy sees what it sees of a host that hangs. Greedy streams run all the
     while with `--resume exact`. The table says how long it took until the rank was left out, and the longest silence
     of a stream; each answer has to be that of one engine. Exits 1 if anything is wrong.
     """
     parser.add_argument("--freezes", type=positive, default=3, metavar="N", help="how many")
-    parser.add_argument("--pass-on", metavar="URL", help=argparse.SUPPRESS)
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the proxy's logs there")
-    options = parser.parse_args(words)
-    if options.pass_on is not None:
-        asyncio.run(_pass_on(options.pass_on))
+    _keeps(parser)
+    given = parser.parse_args(words)
+    with _folder(given) as folder, emulated(FrozenRanks.ENGINES.split()) as urls:
+
+        async def run() -> SoakReport:
+            return await FrozenRanks(urls["decode"][0], given.freezes).run(urls, folder)
+
+        return _judged(asyncio.run(run()))
+
+
+class Replica:
+    """One of the proxies of which one leads, at the same port whenever it is begun again."""
+
+    def __init__(self, number: int, words: Sequence[str], folder: Path) -> None:
+        self.port, self.ready = 0, False
+        self.endpoint: Endpoint
+        self._words, self._log = words, folder / f"replica-{number}.log"
+        self.begin()
+
+    def begin(self) -> None:
+        command = [sys.executable, "-m", "balanceroute.proxy", "serve", *self._words]
+        command += [str(self._log), "--port", str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def await_port(self) -> None:
+        """Learn the port of the first start, once it serves."""
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline().rpartition(":")[2])
+
+    def end(self) -> None:
+        """End it, also if it is stopped."""
+        self.process.kill()
+        self.process.wait()
+
+
+# By what is done to a leader: the signal, and for how long there may be no service.
+HOW = {
+    "kill": (signal.SIGKILL, 5.0),
+    "end": (signal.SIGTERM, 2.5),
+    "stop": (signal.SIGSTOP, 5.0),
+}
+
+
+class LeaderKills:
+    """Kills, ends or stops who leads, and begins it again."""
+
+    STEP_S, BEGIN_AGAIN_S, BATCH, STREAMS, TOKENS = 0.03, 4.0, 8, 48, 40
+    ENGINES = (f"--prefillers={PREFILLERS}", f"--ranks={RANKS}", f"--batch={BATCH}")
+
+    def __init__(self, engine: str, replicas: Sequence[Replica], kinds: Sequence[str]) -> None:
+        self._load = Load(engine, self.STREAMS, self.TOKENS)
+        self._replicas, self._kinds = replicas, kinds
+        self._gaps: list[tuple[float, str]] = []  # Without a replica that is ready, by kill.
+        self._above: list[float] = []  # How long a rank stood above its batch.
+        self._two = 0
+
+    async def run(self, minutes: float, every_s: float) -> SoakReport:
+        """Kill who leads every so many seconds, under the load."""
+        works = [
+            self._kill(minutes, every_s),
+            self._watch_ranks(),
+            *map(self._look, self._replicas),
+        ]
+        await self._load.run([one.endpoint for one in self._replicas], *works)
+        report = self._load.report
+        for how, (_, most_s) in HOW.items():
+            gaps = sorted(gap_s for gap_s, kind in self._gaps if kind == how)
+            if gaps:
+                shown = f"{gaps[-1]:.2f} s of {len(gaps)}, median {gaps[len(gaps) // 2]:.2f} s"
+                report.check(f"longest without service ({how})", shown, gaps[-1] <= most_s)
+        report.check("looks at which two were ready", self._two, not self._two)
+        longest_s = max(self._above, default=0.0)
+        shown = f"{len(self._above)} times, at most {longest_s:.2f} s"
+        # A step, and what a look takes on a busy machine.
+        report.check("ranks above their batch", shown, longest_s <= self.STEP_S + 3 * LOOK_S)
+        return report
+
+    async def _kill(self, minutes: float, every_s: float) -> None:
+        await self._leader()
+        end_s = time.monotonic() + 60 * minutes
+        while time.monotonic() < end_s:
+            await asyncio.sleep(every_s)
+            kind = self._kinds[len(self._gaps) % len(self._kinds)]
+            leader, began_s = await self._leader(), time.monotonic()
+            leader.process.send_signal(HOW[kind][0])
+            await self._leader(other_than=leader)
+            self._gaps.append((time.monotonic() - began_s, kind))
+            await asyncio.sleep(self.BEGIN_AGAIN_S)
+            if kind == "stop":
+                leader.process.send_signal(signal.SIGCONT)
+            else:
+                await asyncio.to_thread(leader.process.wait)
+                leader.begin()
+        self._load.over = True
+
+    async def _leader(self, other_than: Replica | None = None) -> Replica:
+        """Return who is ready, once somebody is."""
+        while True:
+            leader = next((one for one in self._replicas if one.ready), None)
+            if leader not in (None, other_than):
+                return leader
+            await asyncio.sleep(LOOK_S)  # Nobody tells.
+
+    async def _look(self, one: Replica) -> None:
+        """See whether one is ready. One that is stopped may be so in its kernel's queue alone."""
+        while not self._load.over:
+            one.ready = await self._status(one) == 200
+            self._two += all(other.ready for other in self._replicas)
+            await asyncio.sleep(LOOK_S)
+
+    async def _status(self, one: Replica) -> int:
+        with suppress(WireError):
+            asked = fetch(
+                one.endpoint, b"GET", b"/ready", [], b"", timeout_s=0.3, max_bytes=1 << 16
+            )
+            return (await asked).status
         return 0
-    command = [f"--prefillers={PREFILLERS}", f"--ranks={RANKS}", f"--batch={BATCH}"]
-    command += [f"--time-scale={TIME_SCALE}", f"--lease-s={LEASE_S * TIME_SCALE}"]
-    command += [f"--mean-output={MEAN_OUTPUT}", f"--prefill-base-ms={PREFILL_MS}"]
-    with tempfile.TemporaryDirectory() as scratch, emulated(command) as urls:
-        folder = options.keep or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        report = _freeze(options.freezes, urls, folder)
-    print(report.text())
-    return 1 if report.wrong else 0
+
+    async def _watch_ranks(self) -> None:
+        since: dict[int, float] = {}
+        engine = SoakControl(self._load.engine)
+        while not self._load.over:
+            stats, now_s = await engine.get("/emulation/stats"), time.monotonic()
+            loads = zip(stats["running"], stats["waiting"], stats["arriving"], strict=True)
+            for rank, load in enumerate(loads):
+                if sum(load) > self.BATCH:
+                    since.setdefault(rank, now_s)
+                elif rank in since:
+                    self._above.append(now_s - since.pop(rank))
+            await asyncio.sleep(LOOK_S)
+
+
+def leader_kills(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Kills who leads under load: how long is there no service, and is any answer wrong or doubled?
+
+    Starts emulated engines and two proxies, of which one leads: by a Lease of a small API server that the command
+    has itself, by that of a real one (--api), or by a lock (--lock). Who leads is killed, told to end, or stopped
+    and let go on (--how), and begun again some seconds later. Streams run all the while; each that ends whole has to
+    be that of one engine. Exits 1 if there was no service for too long, two were ready at a time, an answer was wrong,
+    or a rank stood above its batch for more than a step.
+    """
+    hows = [*HOW, "all"]
+    parser.add_argument("--minutes", type=float, default=5.0, metavar="N", help="how long")
+    parser.add_argument(
+        "--every-s", type=positive, default=20, metavar="S", help="between two kills"
+    )
+    parser.add_argument("--how", choices=hows, default="kill", help="what is done to it")
+    parser.add_argument("--lock", action="store_true", help="they agree by a lock on a file")
+    parser.add_argument("--api", metavar="URL", help="of a Kubernetes API server")
+    parser.add_argument("--account", type=Path, metavar="DIR", help="the account there")
+    _keeps(parser)
+    given = parser.parse_args(words)
+    with _folder(given) as folder, emulated(LeaderKills.ENGINES) as urls:
+        return _judged(asyncio.run(_with_replicas(given, urls, folder)))
+
+
+async def _with_replicas(
+    given: argparse.Namespace, urls: dict[str, list[str]], folder: Path
+) -> SoakReport:
+    server = LeaseServer()
+    await server.start()
+    where = ["--leader-lease", "serving/balanceroute"]
+    where += ["--kubernetes-api", given.api or server.url]
+    if given.account:
+        where += ["--kubernetes-account", str(given.account)]
+    if given.lock:
+        where = ["--leader-lock", str(folder / "leader")]
+    fleet = ["--prefill", *urls["prefill"], "--decode", *urls["decode"]]
+    words = [*where, *fleet, "--no-admin", f"--batch={LeaderKills.BATCH}", "--log"]
+    replicas = [Replica(number, words, folder) for number in (1, 2)]
+    try:
+        for one in replicas:
+            # The server of the Lease is this process.
+            await asyncio.to_thread(one.await_port)
+            one.endpoint = Endpoint("127.0.0.1", one.port)
+        kinds = list(HOW) if given.how == "all" else [given.how]
+        kills = LeaderKills(urls["decode"][0], replicas, kinds)
+        return await kills.run(given.minutes, given.every_s)
+    finally:
+        for one in replicas:
+            one.end()
+        await server.close()
 
 
 COMMANDS = dict.fromkeys(
-    ("chaos", "decoder-deaths", "exactness", "freeze-engines", "fuzz", "soak"), "faults"
-) | {"leader-kills": "leader_kills"}
+    ("chaos", "decoder-deaths", "exactness", "freeze-engines", "fuzz", "leader-kills", "soak"),
+    "faults",
+)
 
 if __name__ == "__main__":
     sys.exit(main("faults.py", COMMANDS))
