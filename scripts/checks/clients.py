@@ -3,12 +3,12 @@
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,15 @@ from tests.support.soak.run import held_by_proxy
 from balanceroute.proxy.cli.up import emulate_command
 from balanceroute.topologies.topology import read_topology
 from checks.agents import check_agents
-from checks.fleet import Proxy, before, environment
-from checks.packages import FOUND_FAULTS, Result, outcomes
+from checks.fleet import ROOT, before, environment, until
+from checks.packages import FOUND_FAULTS, Result
 from experiment import emulated
 
-ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 # For the scripts beside this one.
 _ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
 CHECK_S = 600.0
+MODEL = "emulated"
 _TOO_LONG = 124
 
 
@@ -98,104 +98,44 @@ def report(results: Sequence[Result]) -> int:
 
 # What curl gets from the proxy before emulated engines.
 
-_BIG_BYTES = 2 << 20
+_FOR_EVER = {"stream": True, "max_tokens": 100_000, "ignore_eos": True}
+# By what is shown: flags, members of the body, and how all that curl writes looks.
+_CURL: dict[str, tuple[Sequence[str], dict[str, Any], str]] = {
+    "answer": (["-i"], {}, '^HTTP/1.1 200.*"content": ?".+"'),
+    "stream": (["-N"], {"stream": True}, r"^(data: [^\n]+\n\n){4,}(?<=data: \[DONE\]\n\n)$"),
+    "HTTP/1.0": (["--http1.0", "-i"], {}, "(?i)^HTTP/1.1 200.*content-length"),
+    "HTTP/1.0, stream": (
+        ["--http1.0", "-i", "-N"],
+        {"stream": True},
+        r"(?i)^(?!.*transfer-encoding).*data: \[DONE\]\n\n$",
+    ),
+    "expect 100-continue with 2 MB": (
+        ["-v", "-H", "Expect: 100-continue"],
+        {"messages": [{"role": "user", "content": "x" * (2 << 20)}]},
+        '(?=.*HTTP/1.1 100 Continue)(?=.*HTTP/1.1 200).*"finish_reason"',
+    ),
+    "chunked upload": (["-H", "Transfer-Encoding: chunked"], {}, '"completion_tokens": ?[1-9]'),
+    "keep-alive": (
+        [*["-o", "/dev/null"] * 3, "-w", r"%{http_code} %{num_connects}\n", "URL", "URL"],
+        {},
+        r"^200 1\n200 0\n200 0\n$",
+    ),
+    "error": (["-i"], {"max_tokens": -1}, '^HTTP/1.1 400.*"message"'),
+    "interrupted stream": (["-N", "-m", "1"], _FOR_EVER, "(data: .*){6}timed out"),
+}
 
 
-class Curl:
-    """The checks with curl. The name of a method is what it claims.
-
-    Args:
-        url: The proxy's.
-        admin_url: Its admin listener's.
-        folder: For bodies.
-    """
-
-    def __init__(self, url: str, admin_url: str, folder: Path) -> None:
-        self._url = url
-        self._admin_url = admin_url
-        self._folder = folder
-        self._chat = f"{url}/v1/chat/completions"
-
-    def _body(self, text: str = "hello", **values: object) -> str:
-        messages = [{"role": "user", "content": text}]
-        members = {"model": "emulated", "messages": messages, "max_tokens": 8}
-        return json.dumps(members | values)
-
-    def _post(self, body: str, *flags: str) -> str:
-        file = self._folder / "body.json"
-        file.write_text(body)
-        json_type = ("-H", "Content-Type: application/json")
-        done = run("curl", "-sS", *json_type, *flags, "--data-binary", f"@{file}", self._chat)
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    def _decoding(self) -> int:
-        page = run("curl", "-sS", f"{self._admin_url}/admin/state").stdout
-        return int(json.loads(page)["state"]["decoding"])
-
-    def answer(self) -> None:
-        answer = json.loads(self._post(self._body()))
-        assert answer["choices"][0]["message"]["content"]
-
-    def stream(self) -> None:
-        events = self._post(self._body(stream=True), "-N").split("\n\n")
-        assert events[-2:] == ["data: [DONE]", ""]
-        assert len(events) > 3
-
-    def http_1_0(self) -> None:
-        text = self._post(self._body(), "--http1.0", "-i")
-        assert text.startswith("HTTP/1.1 200")
-        assert "content-length" in text.lower()
-
-    def http_1_0_stream(self) -> None:
-        text = self._post(self._body(stream=True), "--http1.0", "-i", "-N")
-        assert "transfer-encoding" not in text.lower()
-        assert text.endswith("data: [DONE]\n\n")
-
-    def expect_100_continue_with_2_mb(self) -> None:
-        text = self._post(self._body("x" * _BIG_BYTES), "-v", "-H", "Expect: 100-continue")
-        assert "HTTP/1.1 100 Continue" in text
-        assert "HTTP/1.1 200" in text
-        assert '"finish_reason"' in text
-
-    def chunked_upload(self) -> None:
-        answer = json.loads(self._post(self._body(), "-H", "Transfer-Encoding: chunked"))
-        assert answer["usage"]["completion_tokens"]
-
-    def keep_alive(self) -> None:
-        file = self._folder / "body.json"
-        file.write_text(self._body())
-        one = ["-H", "Content-Type: application/json", "-d", f"@{file}", "-o", "/dev/null"]
-        one += ["-w", "%{http_code} %{num_connects}\n", self._chat]
-        done = run("curl", "-sS", *one, "--next", "-sS", *one, "--next", "-sS", *one)
-        assert done.stdout.split("\n") == ["200 1", "200 0", "200 0", ""], done.stdout
-
-    def head_of_health(self) -> None:
-        done = run("curl", "-sS", "-I", f"{self._url}/health")
-        assert done.stdout.startswith("HTTP/1.1 200"), done.stdout
-
-    def error(self) -> None:
-        text = self._post('{"model": "emulated", ', "-i")
-        assert text.startswith("HTTP/1.1 400")
-        assert '"message"' in text
-
-    def interrupted_stream_frees_its_slot(self) -> None:
-        file = self._folder / "body.json"
-        file.write_text(self._body(stream=True, max_tokens=100_000, ignore_eos=True))
-        flags = ["-N", "-m", "1", "-H", "Content-Type: application/json", "-d", f"@{file}"]
-        done = run("curl", "-sS", *flags, self._chat)
-        assert done.returncode == 28, "it was not interrupted"
-        assert done.stdout.count("data: ") > 5
-        end_s = time.monotonic() + 2.0
-        while self._decoding():
-            assert time.monotonic() < end_s, "a slot is still taken"
-
-
-def check_curl(url: str, admin_url: str, folder: Path) -> Iterator[Result]:
-    """Run every check of `Curl`."""
+def check_curl(url: str, folder: Path) -> Iterator[Result]:
+    """Run curl in each of these ways."""
     version = run("curl", "--version").stdout.partition(" (")[0]
-    for name, fault in outcomes(Curl(url, admin_url, folder)):
-        yield Result(version, name, fault)
+    target, file = f"{url}/v1/chat/completions", folder / "body.json"
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+    for name, (flags, members, wanted) in _CURL.items():
+        file.write_text(json.dumps(body | members))
+        words = ["-sS", "-H", "Content-Type: application/json", "--data-binary", f"@{file}"]
+        done = run("curl", *words, *(target if one == "URL" else one for one in flags), target)
+        said = done.stdout + done.stderr
+        yield Result(version, name, None if re.search(wanted, said, re.DOTALL) else said[-300:])
 
 
 # What load tools measure through the proxy: NVIDIA's aiperf (https://github.com/ai-dynamo/aiperf), and
@@ -218,110 +158,71 @@ PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pret
 
 def check_aiperf(url: str, folder: Path, model: str) -> Iterator[Result]:
     """Run it, unchanged."""
-    python, version, fault = _load_tool("aiperf", folder)
-    if fault is not None:
-        yield Result(version, "a tokeniser", fault)
-        return
+    tokeniser = _tokeniser("aiperf", folder)
     for kind in ("chat", "completions"):
-        for streaming in (True, False):
-            name = f"{kind}, {'streamed' if streaming else 'whole'}"
-            out = folder / name.replace(", ", "-")
-            command = [python.parent / "aiperf", "profile", "--model", model]
-            command += ["--url", url, "--endpoint-type", kind]
-            command += ["--streaming"] if streaming else []
-            command += ["--tokenizer", folder / "tokeniser", "--use-server-token-count"]
-            command += ["--request-count", _LOAD_REQUESTS, "--concurrency", 16]
+        for how in ("streamed", "whole"):
+            out = folder / f"{kind}-{how}"
+            words = ["profile", "--model", model, "--url", url, "--endpoint-type", kind]
+            words += ["--streaming"] if how == "streamed" else []
+            words += ["--tokenizer", tokeniser, "--use-server-token-count"]
+            words += [f"--request-count={_LOAD_REQUESTS}", "--concurrency=16"]
             # It takes an answer that ends with its first token, without a word, for none.
-            command += ["--isl", 100, "--osl", 20, "--extra-inputs", "ignore_eos:true"]
-            command += ["--ui-type", "none", "--artifact-dir", out]
-            done = run(*command, limit_s=_LIMIT_S)
-            yield Result(version, name, _wrong_with_aiperf(done, out))
+            words += ["--isl=100", "--osl=20", "--extra-inputs", "ignore_eos:true"]
+            words += ["--ui-type", "none", "--artifact-dir", str(out)]
 
+            def wrong(report: Any) -> bool:
+                served = report["request_count"]["avg"]
+                return bool(served != _LOAD_REQUESTS or report["error_summary"])
 
-def _load_tool(kit: str, folder: Path) -> tuple[Path, str, str | None]:
-    """Return the Python of a load tool, its name and version, and what is wrong with the tokeniser for it."""
-    python = python_of(kit)
-    lookup = f"import importlib.metadata; print('{kit}', importlib.metadata.version('{kit}'))"
-    version = run(python, "-c", lookup).stdout.strip()
-    made = run(python, "-c", _TOKENISER, folder / "tokeniser")
-    return python, version, made.stderr[-500:] if made.returncode else None
+            found = _measured("aiperf", words, out / "profile_export_aiperf.json", wrong)
+            yield Result(found[0], f"{kind}, {how}", found[1])
 
 
 def check_guidellm(
     url: str, folder: Path, model: str, *, may_cut: int = _STREAMS
 ) -> Iterator[Result]:
     """Run it, unchanged. It may cut off what still runs as the last of those that it counts ends: `may_cut` at most."""
-    python, version, fault = _load_tool("guidellm", folder)
-    if fault is not None:
-        yield Result(version, "a tokeniser", fault)
-        return
+    tokeniser = _tokeniser("guidellm", folder)
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
-        out = folder / f"guidellm{path.replace('/', '-')}.json"
-        command = [python.parent / "guidellm", "run", "--disable-console", "--output"]
-        command += [f"kind=json,path={out}", "--backend"]
-        command += [f"kind=openai_http,target={url},model={model},request_format={path}"]
-        command += ["--profile", f"kind=concurrent,streams={_STREAMS}"]
-        command += ["--constraint", f"kind=max_requests,count={_LOAD_REQUESTS}"]
-        command += ["--tokenizer", f"kind=hf_auto,model={folder / 'tokeniser'}"]
-        command += ["--data", "kind=synthetic_text,prompt_tokens=100,output_tokens=20"]
-        done = run(*command, limit_s=_LIMIT_S)
-        yield Result(version, f"{path}, streamed", _wrong_with_guidellm(done, out, may_cut))
+        page = folder / f"guidellm{path.replace('/', '-')}.json"
+        words = ["run", "--disable-console", "--output", f"kind=json,path={page}", "--backend"]
+        words += [f"kind=openai_http,target={url},model={model},request_format={path}"]
+        words += ["--profile", f"kind=concurrent,streams={_STREAMS}"]
+        words += ["--constraint", f"kind=max_requests,count={_LOAD_REQUESTS}"]
+        words += ["--tokenizer", f"kind=hf_auto,model={tokeniser}"]
+        words += ["--data", "kind=synthetic_text,prompt_tokens=100,output_tokens=20"]
+
+        def wrong(report: Any) -> bool:
+            totals = report["benchmarks"][0]["metrics"]["request_totals"]
+            return bool(totals["errored"] or totals["successful"] < _LOAD_REQUESTS - may_cut)
+
+        version, fault = _measured("guidellm", words, page, wrong)
+        yield Result(version, f"{path}, streamed", fault)
 
 
-def _wrong_with_guidellm(
-    done: subprocess.CompletedProcess[str], out: Path, may_cut: int
-) -> str | None:
-    if done.returncode or not out.exists():
-        return f"exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}"
-    totals = json.loads(out.read_text())["benchmarks"][0]["metrics"]["request_totals"]
-    if totals["errored"] or totals["successful"] < _LOAD_REQUESTS - may_cut:
-        return f"{totals['successful']} of {_LOAD_REQUESTS} served, {totals['errored']} failed"
-    return None
+def _tokeniser(kit: str, folder: Path) -> str:
+    made = run(python_of(kit), "-c", _TOKENISER, folder / "tokeniser")
+    assert not made.returncode, made.stderr[-500:]
+    return str(folder / "tokeniser")
 
 
-def _wrong_with_aiperf(done: subprocess.CompletedProcess[str], out: Path) -> str | None:
-    page = out / "profile_export_aiperf.json"
+def _measured(
+    kit: str, words: Sequence[str], page: Path, wrong: Callable[[Any], bool]
+) -> tuple[str, str | None]:
+    """Run a load tool, and judge its report; return its version, and what is wrong."""
+    lookup = f"import importlib.metadata; print('{kit}', importlib.metadata.version('{kit}'))"
+    version = run(python_of(kit), "-c", lookup).stdout.strip()
+    done = run(python_of(kit).parent / kit, *words, limit_s=_LIMIT_S)
     if done.returncode or not page.exists():
-        return f"exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}"
-    report = json.loads(page.read_text())
-    served = report["request_count"]["avg"]
-    if served != _LOAD_REQUESTS or report["error_summary"]:
-        return f"{served:g} of {_LOAD_REQUESTS} served: {report['error_summary']}"
-    return None
+        return version, f"exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}"
+    report = page.read_text()
+    return version, report[:500] if wrong(json.loads(report)) else None
 
 
 ENGINES = read_topology("emulated-2p8d")
-MODEL = "emulated"
 KEY = "sk-for-the-check"
 GROUPS = ("openai", "frameworks", "agents", "curl", "schema", "aiperf", "guidellm")
 _SCHEMA_EXAMPLES = 40
-
-
-def check_openai(proxy: Proxy, strict: Proxy) -> Iterator[Result]:
-    """Run the openai package against both."""
-    words = (proxy.url, proxy.admin_url, strict.url, KEY)
-    yield from check_script("openai", "packages.py", "openai", *words)
-
-
-def check_against_an_engine(proxy: Proxy) -> Iterator[Result]:
-    """Compare the proxy with its first prefiller."""
-    yield from check_schema(proxy.url, MODEL, _prefiller(proxy), _SCHEMA_EXAMPLES)
-
-
-def check_wires(proxy: Proxy) -> Iterator[Result]:
-    """Send what agents send to the proxy and to its first prefiller."""
-    yield from check_agents(proxy.url, _prefiller(proxy), MODEL)
-
-
-def _prefiller(proxy: Proxy) -> str:
-    """Return the URL of the first one."""
-    return next(str(one["url"]) for one in proxy.instances() if one["role"] == "prefill")
-
-
-def check_nothing_is_held(proxy: Proxy) -> Result:
-    """Look whether the clients left anything behind."""
-    held = held_by_proxy(proxy.state())
-    return Result("all", "nothing is left behind", str(held) if held else None)
 
 
 def clients(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -361,19 +262,26 @@ def clients(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             before(urls, flags, folder / "proxy") as proxy,
             before(others, [*strict_flags, *flags], folder / "strict") as strict,
         ):
+            openai = (proxy.url, MODEL, proxy.admin_url, strict.url, KEY)
+            engine = urls["prefill"][0]
             groups: dict[str, Iterable[Result]] = {
-                "openai": check_openai(proxy, strict),
+                "openai": check_script("openai", "packages.py", "openai", *openai),
                 "frameworks": check_frameworks(proxy.url, MODEL),
-                "agents": check_wires(proxy),
-                "curl": check_curl(proxy.url, proxy.admin_url, folder),
-                "schema": check_against_an_engine(proxy),
+                "agents": check_agents(proxy.url, engine, MODEL),
+                "curl": check_curl(proxy.url, folder),
+                "schema": check_schema(proxy.url, MODEL, engine, _SCHEMA_EXAMPLES),
                 "aiperf": check_aiperf(proxy.url, folder, MODEL),
                 "guidellm": check_guidellm(proxy.url, folder, MODEL),
             }
             for name, group in groups.items():
                 if name in only:
                     results += group
-            results.append(check_nothing_is_held(proxy))
+            fault = None
+            try:
+                until(lambda: not held_by_proxy(proxy.state()), "nothing is held", limit_s=2.0)
+            except AssertionError:
+                fault = str(held_by_proxy(proxy.state()))
+            results.append(Result("all", "nothing is left behind", fault))
     return 1 if report(results) else 0
 
 
@@ -388,18 +296,9 @@ def ray(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.parse_args(words)
     python = environment(ROOT / "build" / "ray", "-e", f"{ROOT}[ray]", "pytest")
     # The project's conftest asks for what its other tests need.
-    options = [
-        "--noconftest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--disable-warnings",
-        "-rs",
-        "-o",
-        "faulthandler_timeout=0",
-    ]
+    options = "--noconftest -q -p no:cacheprovider --disable-warnings -rs -o faulthandler_timeout=0"
     test = ROOT / "tests" / "live" / "test_ray_router.py"
-    command = [str(one) for one in (python, "-m", "pytest", *options, test)]
+    command = [str(one) for one in (python, "-m", "pytest", *options.split(), test)]
     apart = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     if shutil.which("unshare") and not run(*apart, "true").returncode:
         command = [*apart, *command]

@@ -1,6 +1,6 @@
-"""What client libraries get from the proxy: `python packages.py NAME BASE_URL ..`.
+"""What client libraries get from the proxy: `python packages.py NAME BASE_URL MODEL ..`.
 
-    openai BASE_URL ADMIN_URL STRICT_URL KEY           STRICT_URL asks for a key, and its queue is tiny
+    openai BASE_URL MODEL ADMIN_URL STRICT_URL KEY     STRICT_URL asks for a key, and its queue is tiny
     anthropic|litellm|langchain BASE_URL MODEL [LEFT_OUT..]
 
 Runs in the environment of one library, which has neither the others nor this project's package. Prints the
@@ -14,8 +14,10 @@ import os
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 FOUND_FAULTS = 3
@@ -26,6 +28,12 @@ CITY_SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
+_FUNCTION = {"name": "get_weather", "parameters": CITY_SCHEMA}
+TOOL = {"type": "function", "function": _FUNCTION}
+_TEXT = "import os, sys"
+_BETA = "interleaved-thinking-2025-05-14"
+_FREED_S = 2.0
+_FOR_EVER: dict[str, Any] = {"max_tokens": 100_000, "extra_body": {"ignore_eos": True}}
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,8 @@ def outcomes(checks: object, *left_out: str) -> Iterator[tuple[str, str | None]]
 
     Those whose names begin with one of `left_out` are left out.
     """
-    for name in vars(type(checks)):
-        if name.startswith(("_", *left_out)):
+    for name in [name for kind in reversed(type(checks).__mro__) for name in vars(kind)]:
+        if name.startswith(("_", *left_out)) or not callable(getattr(checks, name)):
             continue
         fault = None
         try:
@@ -74,239 +82,211 @@ def raised(kind: type[Exception], call: Callable[[], object]) -> Any:
     raise AssertionError("it was taken")
 
 
-OPENAI_MODEL = "emulated"
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-            "required": ["city"],
-        },
-    },
-}
-_FREED_S = 2.0
-_LONG = 100_000  # Tokens: an answer that takes an hour.
-
-
 def say(text: str) -> list[dict[str, str]]:
     """Return a conversation of one message."""
     return [{"role": "user", "content": text}]
 
 
-class OpenAi:
-    """The `openai` package, before emulated engines. The name of a method is what it claims.
+@dataclass(frozen=True)
+class Said:
+    """An answer, as far as it is compared."""
+
+    text: str
+    tokens: int = 0  # 0 if the library does not tell.
+    calls: tuple[tuple[str, str], ...] = ()  # Names and arguments.
+
+
+def of_choices(answer: Any, *, stream: bool) -> Said:
+    """Read the answer of a chat or a completion, whole or in chunks."""
+    text, tokens, calls = "", 0, dict[int, tuple[str, str]]()
+    for chunk in answer if stream else [answer]:
+        usage = getattr(chunk, "usage", None)
+        tokens = usage.completion_tokens if usage else tokens
+        for choice in chunk.choices:
+            part = getattr(choice, "delta" if stream else "message", None) or choice
+            text += getattr(part, "content", None) or getattr(part, "text", None) or ""
+            for place, call in enumerate(getattr(part, "tool_calls", None) or ()):
+                name, arguments = calls.get(place, ("", ""))
+                more = call.function
+                calls[place] = name + (more.name or ""), arguments + (more.arguments or "")
+    return Said(text, tokens, tuple(calls.values()))
+
+
+def of_response(answer: Any, *, stream: bool) -> Said:
+    """Read a response; the pieces of a stream must be what its last event says as a whole."""
+    deltas = ""
+    if stream:
+        events = list(answer)
+        kinds = ("response.output_text.delta", "response.function_call_arguments.delta")
+        deltas = "".join(one.delta for one in events if one.type in kinds)
+        assert events[-1].type in ("response.completed", "response.incomplete")
+        answer = events[-1].response
+    parts = [part for one in answer.output if one.type == "message" for part in one.content]
+    text = "".join(part.text for part in parts)
+    calls = tuple((o.name, o.arguments) for o in answer.output if o.type == "function_call")
+    assert not stream or deltas == text + "".join(arguments for _, arguments in calls)
+    return Said(text, answer.usage.output_tokens, calls)
+
+
+class Library:
+    """What must hold of every library. The name of a method is what it claims."""
+
+    # Those that ask, by name: each is given a text, whether to stream, and members of the request.
+    _ways: Mapping[str, Callable[..., Said]]
+    _calling: Sequence[str] = ()  # Those that call a `tool` of which they are told.
+    # What is raised for a wrong request, and for an unknown model.
+    _refusals: tuple[type[Exception], type[Exception]]
+
+    def stream_is_the_whole_answer_with_usage(self) -> None:
+        for name, ask in self._ways.items():
+            whole, streamed = (ask(_TEXT, stream=stream) for stream in (False, True))
+            assert whole.text, name
+            assert whole.tokens <= 16
+            assert whole == streamed, f"{name}: {whole} and {streamed}"
+
+    def tool_that_is_required_is_called(self) -> None:
+        for name in self._calling:
+            for stream in (False, True):
+                ((called, arguments),) = self._ways[name](_TEXT, stream=stream, tool=True).calls
+                assert called == "get_weather", name
+                assert isinstance(json.loads(arguments)["city"], str), f"{name}: {arguments}"
+
+    def many_at_a_time_get_their_own(self) -> None:
+        for name, ask in self._ways.items():
+            with ThreadPoolExecutor(32) as threads:
+                said = list(
+                    threads.map(lambda i: ask(f"n {i // 2}", stream=bool(i % 2)), range(32))  # noqa: B023 - ends within.
+                )
+            assert said[::2] == said[1::2], name
+            assert len({one.text for one in said}) == 16, name
+
+    def wrong_requests_and_unknown_models_raise(self) -> None:
+        for ask in self._ways.values():
+            for stream in (False, True):
+                raised(self._refusals[0], lambda: ask(_TEXT, stream=stream, temperature=-1.0))  # noqa: B023 - called at once.
+            raised(self._refusals[1], lambda: ask(_TEXT, stream=False, model="gpt-9"))  # noqa: B023 - called at once.
+
+
+class OpenAi(Library):
+    """The `openai` package, before emulated engines.
 
     Args:
         base_url: The proxy's.
-        admin_url: Its admin listener's.
+        model: What engines call it.
+        admin_url: The proxy's admin listener's.
         strict_url: The proxy with a key and a tiny queue.
         key: Its key.
     """
 
-    def __init__(self, base_url: str, admin_url: str, strict_url: str, key: str) -> None:
+    def __init__(self, base_url: str, model: str, *rest: str) -> None:
         import openai  # type: ignore[import-not-found]
 
-        self._package = openai
-        self._url = f"{base_url}/v1"
-        self._admin_url = admin_url
-        self._strict_url = f"{strict_url}/v1"
-        self._key = key
-        self._client = self._package.OpenAI(base_url=self._url, api_key="none", max_retries=0)
+        self._admin_url, strict_url, key = rest
+        self._package, self._model = openai, model
+        self._refusals = openai.BadRequestError, openai.NotFoundError
+        self._ways = {"chat": self._chat, "completion": self._complete, "response": self._respond}
+        self._calling = ("chat", "response")
+        values = {"base_url": f"{base_url}/v1", "api_key": "none", "max_retries": 0}
+        self._client = openai.OpenAI(**values)
+        self._patient = openai.AsyncOpenAI(**values)
+        self._strict = openai.OpenAI(base_url=f"{strict_url}/v1", api_key=key, max_retries=0)
+        self._many = openai.AsyncOpenAI(base_url=f"{strict_url}/v1", api_key=key, max_retries=0)
 
-    def _chat(self, text: str, **values: Any) -> Any:
-        values.setdefault("max_tokens", 20)
-        return self._client.chat.completions.create(
-            model=OPENAI_MODEL, messages=say(text), **values
-        )
+    def _values(self, limit: str = "max_tokens", **values: Any) -> dict[str, Any]:
+        return {"model": self._model, limit: 16, "temperature": 0} | values
+
+    def _chat(self, text: str, *, stream: bool, tool: bool = False, **values: Any) -> Said:
+        values |= {"stream_options": {"include_usage": True}} if stream else {}
+        required = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200}
+        values = self._values(messages=say(text), stream=stream, **values)
+        values |= required if tool else {}
+        return of_choices(self._client.chat.completions.create(**values), stream=stream)
+
+    def _complete(self, text: str, *, stream: bool, **values: Any) -> Said:
+        values |= {"stream_options": {"include_usage": True}} if stream else {}
+        values = self._values(prompt=text, stream=stream, **values)
+        return of_choices(self._client.completions.create(**values), stream=stream)
+
+    def _respond(self, text: str, *, stream: bool, tool: bool = False, **values: Any) -> Said:
+        given = {"tools": [{"type": "function", "strict": False} | _FUNCTION]}
+        required = given | {"tool_choice": "required", "max_output_tokens": 200}
+        values = self._values("max_output_tokens", input=text, stream=stream, **values)
+        values |= required if tool else {}
+        return of_response(self._client.responses.create(**values), stream=stream)
 
     def _decoding(self) -> int:
         with urllib.request.urlopen(f"{self._admin_url}/admin/state") as page:  # noqa: S310 - http.
             return int(json.load(page)["state"]["decoding"])
 
-    def _wait_until_free(self) -> None:
+    def _wait(self, decoding: int) -> None:
         end_s = time.monotonic() + _FREED_S
-        while self._decoding():
-            assert time.monotonic() < end_s, "a slot is still taken"
+        while self._decoding() != decoding:
+            assert time.monotonic() < end_s, f"{self._decoding()} slots are taken, not {decoding}"
             time.sleep(0.02)
 
     def models_are_listed(self) -> None:
-        assert [model.id for model in self._client.models.list()] == [OPENAI_MODEL]
+        assert [model.id for model in self._client.models.list()] == [self._model]
 
-    def chat(self) -> None:
-        answer = self._chat("hello there")
-        assert answer.choices[0].message.content
-        assert answer.choices[0].finish_reason in ("length", "stop")
-        assert 0 < answer.usage.completion_tokens <= 20
-        assert answer.usage.prompt_tokens > 2
-
-    def completion(self) -> None:
-        answer = self._client.completions.create(
-            model=OPENAI_MODEL, prompt="once upon", max_tokens=8
-        )
-        assert answer.choices[0].text
-        assert answer.usage.completion_tokens <= 8
-
-    def stream_is_the_whole_answer_with_usage(self) -> None:
-        values = {"max_tokens": 60, "temperature": 0}  # Two samples need not be the same.
-        whole = self._chat("tell me", **values)
-        options = {"include_usage": True}
-        chunks = list(self._chat("tell me", stream=True, stream_options=options, **values))
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-        assert text == whole.choices[0].message.content
-        assert chunks[-1].usage == whole.usage
-        assert not chunks[-1].choices
-        assert all(chunk.usage is None for chunk in chunks[:-1])
-
-    def completion_stream(self) -> None:
-        stream = self._client.completions.create(
-            model=OPENAI_MODEL, prompt="once", max_tokens=8, stream=True
-        )
-        assert "".join(chunk.choices[0].text for chunk in stream)
-
-    def tools_streamed(self) -> None:
-        chosen = {"type": "function", "function": {"name": "get_weather"}}
-        for choice in (chosen, "required"):
-            values = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 100}
-            whole = self._chat("weather", **values).choices[0].message.tool_calls[0]
-            name, arguments = "", ""
-            for chunk in self._chat("weather", **values, stream=True):
-                for call in chunk.choices[0].delta.tool_calls or []:
-                    name += call.function.name or ""
-                    arguments += call.function.arguments or ""
-            assert (name, arguments) == (whole.function.name, whole.function.arguments)
-
-    def stream_helper(self) -> None:
-        # It takes an answer that ends with its limit for an error.
-        words = self._chat("with the helper").choices[0].message.content.split()
-        with self._client.chat.completions.stream(
-            model=OPENAI_MODEL, messages=say("with the helper"), max_tokens=20, stop=[words[8]]
-        ) as stream:
+    def stream_helpers_build_the_answer(self) -> None:
+        # The one of chats takes an answer that ends with its limit for an error.
+        words = self._chat("with the helper", stream=False).text.split()
+        values = {"model": self._model, "messages": say("with the helper"), "temperature": 0}
+        with self._client.chat.completions.stream(**values, stop=[words[8]]) as stream:
             kinds = {event.type for event in stream}
             final = stream.get_final_completion()
         assert {"chunk", "content.delta", "content.done"} <= kinds
         assert final.choices[0].message.content.split() == words[:8]
-
-    def _respond(self, text: Any, **values: Any) -> Any:
-        values.setdefault("max_output_tokens", 20)
-        return self._client.responses.create(model=OPENAI_MODEL, input=text, **values)
-
-    def response(self) -> None:
-        answer = self._respond("hello there", instructions="Be brief.")
-        assert answer.output_text
-        assert answer.status in ("completed", "incomplete")
-        assert 0 < answer.usage.output_tokens <= 20
-        assert answer.usage.input_tokens > 2
-
-    def response_stream_is_the_whole_answer(self) -> None:
-        whole = self._respond("tell me", temperature=0)
-        events = list(self._respond("tell me", temperature=0, stream=True))
-        said = [one.delta for one in events if one.type == "response.output_text.delta"]
-        assert "".join(said) == whole.output_text
+        values = self._values("max_output_tokens", input=_TEXT)
+        with self._client.responses.stream(**values) as stream:
+            events = list(stream)
         assert [one.sequence_number for one in events] == list(range(len(events)))
-        assert events[-1].type in ("response.completed", "response.incomplete")
-        assert events[-1].response.output_text == whole.output_text
-        assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
-
-    def response_stream_helper(self) -> None:
-        with self._client.responses.stream(
-            model=OPENAI_MODEL, input="with the helper", max_output_tokens=20
-        ) as stream:
-            kinds = {event.type for event in stream}
-            final = stream.get_final_response()
-        assert "response.output_text.delta" in kinds
-        assert kinds & {"response.completed", "response.incomplete"}
-        assert final.output_text
+        assert stream.get_final_response().output_text
 
     def response_with_a_tool_and_its_output(self) -> None:
-        tool = {"type": "function", "strict": False} | WEATHER["function"]
-        values = {"tools": [tool], "tool_choice": "required", "max_output_tokens": 200}
-        first = self._respond("weather", **values)
+        tool = {"type": "function", "strict": False} | _FUNCTION
+        values = {"model": self._model, "tools": [tool], "max_output_tokens": 200}
+        create = self._client.responses.create
+        first = create(input=say("weather"), tool_choice="required", **values)
         (call,) = first.output
-        assert (call.type, call.name) == ("function_call", "get_weather")
-        assert "city" in json.loads(call.arguments)
-        deltas = [
-            event.delta
-            for event in self._respond("weather", stream=True, **values)
-            if event.type == "response.function_call_arguments.delta"
-        ]
-        assert "".join(deltas) == call.arguments
         output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-        second = self._respond([*say("weather"), call.to_dict(), output], tools=[tool])
+        second = create(input=[*say("weather"), call.to_dict(), output], **values)
         assert second.usage.input_tokens > first.usage.input_tokens
-
-    def response_errors(self) -> None:
-        error = raised(
-            self._package.BadRequestError, lambda: self._respond("wrong", max_output_tokens=0)
-        )
-        assert error.body["message"]
         for state in ({"previous_response_id": "resp_1"}, {"background": True}):
-            error = raised(self._package.BadRequestError, lambda: self._respond("again", **state))  # noqa: B023 - called at once.
+            error = raised(self._refusals[0], lambda: create(input="again", **values, **state))  # noqa: B023 - called at once.
             assert "not" in error.body["message"]
 
     def embeddings(self) -> None:
-        answer = self._client.embeddings.create(
-            model=OPENAI_MODEL, input=["a", "b c"], encoding_format="float"
-        )
-        assert len(answer.data) == 2
+        values = {"model": self._model, "input": ["a", "b c"], "encoding_format": "float"}
+        assert len(self._client.embeddings.create(**values).data) == 2
 
     def request_id(self) -> None:
         create = self._client.chat.completions.with_raw_response.create
         for wanted in ("my-own.id:7", None):
             headers = {"X-Request-Id": wanted} if wanted else {}
-            raw = create(
-                model=OPENAI_MODEL, messages=say("who"), max_tokens=2, extra_headers=headers
-            )
+            raw = create(**self._values(messages=say("who")), extra_headers=headers)
             given = raw.headers["x-request-id"]
             assert given == wanted or (wanted is None and len(given) >= 16)
             assert raw.parse()._request_id == given
 
-    def streamed_response(self) -> None:
-        with self._client.chat.completions.with_streaming_response.create(
-            model=OPENAI_MODEL, messages=say("line by line"), max_tokens=5, stream=True
-        ) as response:
-            lines = [line for line in response.iter_lines() if line]
-        assert lines[-1] == "data: [DONE]"
-
-    def error_400(self) -> None:
-        for values in ({"max_tokens": -1}, {"temperature": -2}, {"n": 0}, {"top_p": "much"}):
-            error = raised(self._package.BadRequestError, lambda: self._chat("wrong", **values))  # noqa: B023 - called at once.
+    def error_400_tells_what_and_which(self) -> None:
+        for values in ({"max_tokens": -1}, {"n": 0}, {"top_p": "much"}):
+            error = raised(self._refusals[0], lambda: self._chat("a", stream=False, **values))  # noqa: B023 - called at once.
             assert error.body["message"], values
             assert error.request_id, values
-
-    def error_400_of_a_stream(self) -> None:
-        error = raised(
-            self._package.BadRequestError, lambda: self._chat("wrong", max_tokens=-1, stream=True)
-        )
-        assert error.body["message"]
-
-    def error_404_unknown_model(self) -> None:
-        create = self._client.chat.completions.create
-        error = raised(
-            self._package.NotFoundError, lambda: create(model="gpt-9", messages=say("who"))
-        )
-        assert "gpt-9" in error.body["message"]
+        unknown = lambda: self._chat("who", stream=False, model="gpt-9")  # noqa: E731 - a call.
+        assert "gpt-9" in raised(self._refusals[1], unknown).body["message"]
 
     def error_401(self) -> None:
-        client = self._package.OpenAI(base_url=self._strict_url, api_key=self._key, max_retries=0)
-        for key in ("wrong", "none"):
-            error = raised(
-                self._package.AuthenticationError, client.with_options(api_key=key).models.list
-            )
-            assert error.body["message"]
-        assert client.chat.completions.create(model=OPENAI_MODEL, messages=say("hi"), max_tokens=2)
+        wrong = self._strict.with_options(api_key="wrong")
+        assert raised(self._package.AuthenticationError, wrong.models.list).body["message"]
+        assert self._strict.models.list()
 
     async def error_429(self) -> None:
         """Ask for more than a proxy takes that has 8 slots and a queue of 1."""
-        client = self._package.AsyncOpenAI(
-            base_url=self._strict_url, api_key=self._key, max_retries=0
-        )
+        create = self._many.chat.completions.create
 
-        async def ask(number: int) -> object:
-            return await client.chat.completions.create(
-                model=OPENAI_MODEL, messages=say(f"crowd {number}"), max_tokens=30
-            )
+        def ask(number: int) -> Any:
+            return create(**self._values(messages=say(f"crowd {number}"), max_tokens=30))
 
         results = await asyncio.gather(*map(ask, range(40)), return_exceptions=True)
         refused = [one for one in results if isinstance(one, self._package.RateLimitError)]
@@ -314,392 +294,201 @@ class OpenAi:
         assert all(one.response.headers["retry-after"] for one in refused)
         assert len(refused) + sum(not isinstance(one, Exception) for one in results) == 40
         # With the package's own retries all get through, as long as somebody is served.
-        patient = client.with_options(max_retries=10)
-        assert await patient.chat.completions.create(
-            model=OPENAI_MODEL, messages=say("again"), max_tokens=2
-        )
-        await client.close()
+        again = self._many.with_options(max_retries=10).chat.completions.create
+        assert await again(**self._values(messages=say("again")))
 
-    async def many_at_a_time(self) -> None:
-        async with self._package.AsyncOpenAI(
-            base_url=self._url, api_key="none", max_retries=0
-        ) as client:
-
-            async def ask(number: int) -> tuple[str, str]:
-                values = {
-                    "model": OPENAI_MODEL,
-                    "messages": say(f"number {number}"),
-                    "max_tokens": 15,
-                }
-                values["temperature"] = 0  # Two samples need not be the same.
-                whole = await client.chat.completions.create(**values)
-                text = ""
-                async for chunk in await client.chat.completions.create(**values, stream=True):
-                    text += chunk.choices[0].delta.content or ""
-                return whole.choices[0].message.content, text
-
-            results = await asyncio.gather(*map(ask, range(32)))
-        assert all(whole == text for whole, text in results)
-        assert len({whole for whole, _ in results}) == 32
-
-    def closed_stream_frees_its_slot(self) -> None:
-        self._wait_until_free()
-        stream = self._chat(
-            "for ever", max_tokens=_LONG, extra_body={"ignore_eos": True}, stream=True
-        )
-        for number, _ in enumerate(stream):
-            if number == 5:
-                break
-        assert self._decoding() == 1
+    async def clients_that_leave_free_their_slots(self) -> None:
+        values = {"model": self._model, "messages": say("for ever"), **_FOR_EVER}
+        self._wait(0)
+        stream = self._client.chat.completions.create(**values, stream=True)
+        for _ in range(5):
+            next(stream)
+        self._wait(1)
         stream.close()
-        self._wait_until_free()
-
-    async def cancelled_task_frees_its_slot(self) -> None:
-        async with self._package.AsyncOpenAI(base_url=self._url, api_key="none") as client:
-            task = asyncio.create_task(
-                client.chat.completions.create(
-                    model=OPENAI_MODEL,
-                    messages=say("for ever"),
-                    max_tokens=_LONG,
-                    extra_body={"ignore_eos": True},
-                )
-            )
-            end_s = time.monotonic() + _FREED_S
-            while not self._decoding():
-                assert time.monotonic() < end_s, "it was never decoded"
-                await asyncio.sleep(0.02)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        self._wait_until_free()
-
-    def timeout_frees_its_slot(self) -> None:
+        self._wait(0)
+        task = asyncio.create_task(self._patient.chat.completions.create(**values))
+        await asyncio.to_thread(self._wait, 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.to_thread(self._wait, 0)
         create = self._client.with_options(timeout=0.5).chat.completions.create
-        values = {"max_tokens": _LONG, "extra_body": {"ignore_eos": True}}
-        raised(
-            self._package.APITimeoutError,
-            lambda: create(model=OPENAI_MODEL, messages=say("for ever"), **values),
-        )
-        self._wait_until_free()
+        raised(self._package.APITimeoutError, lambda: create(**values))
+        self._wait(0)
 
 
-_USER = [{"role": "user", "content": "import os, sys"}]
-_ANTHROPIC_TOOL = {"name": "get_weather", "input_schema": CITY_SCHEMA}
-
-
-class Anthropic:
+class Anthropic(Library):
     """The `anthropic` package."""
 
     def __init__(self, base_url: str, model: str) -> None:
         import anthropic  # type: ignore[import-not-found]
 
-        self._package = anthropic
-        self._client = self._package.Anthropic(base_url=base_url, api_key="none", max_retries=0)
-        self._url = base_url
-        self._model = model
+        self._client = anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0)
+        self._refusals, self._model = (anthropic.BadRequestError, anthropic.NotFoundError), model
+        self._calling = ("messages",)
+        beta = partial(self._ask, self._client.beta.messages, betas=[_BETA])
+        self._ways = {"messages": partial(self._ask, self._client.messages), "beta": beta}
 
-    def _values(self, **changes: Any) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "max_tokens": 16,
-            "messages": _USER,
-            "extra_body": {"temperature": 0.0},  # The package has no such argument any more.
-        } | changes
+    def _values(self, temperature: float = 0.0, **values: Any) -> dict[str, Any]:
+        # The package has no argument for a temperature any more.
+        more = {"extra_body": {"temperature": temperature}}
+        return {"model": self._model, "max_tokens": 16, "messages": say(_TEXT)} | more | values
 
-    def message(self) -> None:
-        answer = self._client.messages.create(**self._values())
-        assert answer.content[0].text
-        assert answer.stop_reason in ("max_tokens", "end_turn")
-        assert 0 < answer.usage.output_tokens <= 16
-        assert answer.usage.input_tokens > 2
+    def _ask(self, api: Any, text: str, *, stream: bool, tool: bool = False, **values: Any) -> Said:
+        values = self._values(messages=say(text), **values)
+        if tool:
+            values |= {"tools": [{"name": "get_weather", "input_schema": CITY_SCHEMA}]}
+            values |= {"tool_choice": {"type": "any"}, "max_tokens": 200}
+        if stream:
+            with api.stream(**values) as events:
+                deltas = "".join(events.text_stream)
+                answer = events.get_final_message()
+        else:
+            answer, deltas = api.create(**values), None
+        said = "".join(one.text for one in answer.content if one.type == "text")
+        assert deltas in (None, said)
+        assert answer.stop_reason in ("max_tokens", "end_turn", "tool_use")
+        used = [one for one in answer.content if one.type == "tool_use"]
+        calls = tuple((one.name, json.dumps(one.input)) for one in used)
+        return Said(said, answer.usage.output_tokens, calls)
 
-    def system_and_turns(self) -> None:
-        turns = [*_USER, {"role": "assistant", "content": "yes"}, *_USER]
-        short = self._client.messages.create(**self._values())
-        answer = self._client.messages.create(**self._values(system="Be brief.", messages=turns))
-        assert _prompt_tokens(answer) > _prompt_tokens(short)
-
-    def stream_is_the_whole_answer(self) -> None:
-        whole = self._client.messages.create(**self._values())
-        with self._client.messages.stream(**self._values()) as stream:
-            text = "".join(stream.text_stream)
-            final = stream.get_final_message()
-        assert text == whole.content[0].text
-        assert final.usage.output_tokens == whole.usage.output_tokens
-        assert final.stop_reason == whole.stop_reason
+    def _prompt_tokens(self, **values: Any) -> int:
+        """Return the tokens of a prompt; those of a cache are counted apart."""
+        usage = self._client.messages.create(**self._values(**values)).usage
+        cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+        return int(usage.input_tokens + cached)
 
     def raw_events(self) -> None:
         kinds = [one.type for one in self._client.messages.create(**self._values(stream=True))]
-        assert kinds[0] == "message_start"
-        assert kinds[-1] == "message_stop"
+        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
 
-    def tool_that_is_forced(self) -> None:
-        values = self._values(tools=[_ANTHROPIC_TOOL], tool_choice={"type": "any"}, max_tokens=200)
-        answer = self._client.messages.create(**values)
-        (block,) = [one for one in answer.content if one.type == "tool_use"]
-        assert block.name == "get_weather"
-        assert isinstance(block.input["city"], str)
-
-    def tool_that_is_forced_streamed(self) -> None:
-        values = self._values(tools=[_ANTHROPIC_TOOL], tool_choice={"type": "any"}, max_tokens=200)
-        with self._client.messages.stream(**values) as stream:
-            final = stream.get_final_message()
-        (block,) = [one for one in final.content if one.type == "tool_use"]
-        assert isinstance(block.input["city"], str), json.dumps(block.input)
-
-    def tool_that_was_used(self) -> None:
-        call = {
-            "type": "tool_use",
-            "id": "toolu_1",
-            "name": "get_weather",
-            "input": {"city": "Oslo"},
-        }
+    def system_turns_and_results_are_read(self) -> None:
+        call = {"type": "tool_use", "id": "toolu_1", "name": "get_weather"}
         thought = {"type": "thinking", "thinking": "Hm.", "signature": "0"}
+        used = [thought, call | {"input": {"city": "Oslo"}}]
         result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
-        turns = [
-            *_USER,
-            {"role": "assistant", "content": [thought, call]},
-            {"role": "user", "content": [result]},
-        ]
-        none = {"tools": [_ANTHROPIC_TOOL], "tool_choice": {"type": "none"}}
-        short = self._client.messages.create(**self._values(**none))
-        answer = self._client.messages.create(**self._values(messages=turns, **none))
-        assert answer.content[0].text
-        assert _prompt_tokens(answer) > _prompt_tokens(short)
+        turns = [*say(_TEXT), {"role": "assistant", "content": used}]
+        turns.append({"role": "user", "content": [result]})
+        tool = {"name": "get_weather", "input_schema": CITY_SCHEMA}
+        none: dict[str, Any] = {"tools": [tool], "tool_choice": {"type": "none"}}
+        counts = [{}, {"system": "Be brief."}, none, none | {"messages": turns}]
+        tokens = [self._prompt_tokens(**values) for values in counts]
+        assert tokens[0] < tokens[1], tokens
+        assert tokens[2] < tokens[3], tokens
 
-    def beta_messages(self) -> None:
-        values = self._values(betas=["interleaved-thinking-2025-05-14"])
-        with self._client.beta.messages.stream(**values) as stream:
-            final = stream.get_final_message()
-        assert (
-            final.content[0].text == self._client.messages.create(**self._values()).content[0].text
-        )
+    def counted_tokens_are_those_of_the_prompt(self) -> None:
+        counted = self._client.messages.count_tokens(model=self._model, messages=say(_TEXT))
+        assert counted.input_tokens == self._prompt_tokens()
 
-    def tokens_are_counted(self) -> None:
-        counted = self._client.messages.count_tokens(model=self._model, messages=_USER)
-        answer = self._client.messages.create(**self._values())
-        assert counted.input_tokens == _prompt_tokens(answer)
-
-    def error_400(self) -> None:
-        for changes in (
-            {"max_tokens": 0},
-            {"extra_body": {"temperature": -1.0}},
-            {"messages": "hello"},
-        ):
+    def errors_say_what_is_wrong(self) -> None:
+        for changes in ({"max_tokens": 0}, {"messages": "hello"}):
             create = self._client.messages.create
-            error = raised(
-                self._package.BadRequestError,
-                lambda: create(**self._values(**changes)),  # noqa: B023 - called at once.
-            )
+            error = raised(self._refusals[0], lambda: create(**self._values(**changes)))  # noqa: B023 - called at once.
             assert error.body["error"]["message"], changes  # vLLM's schema errors are OpenAI's.
-
-    def error_404(self) -> None:
-        create = self._client.messages.create
-        error = raised(
-            self._package.NotFoundError, lambda: create(**self._values(model="claude-unknown"))
-        )
+        error = raised(self._refusals[1], lambda: create(**self._values(model="claude-unknown")))
         assert error.body["type"] == "error", error.body
 
-    async def many_at_a_time(self) -> None:
-        """Ask for 16 streams together."""
-        async with self._package.AsyncAnthropic(base_url=self._url, api_key="none") as client:
 
-            async def ask() -> str:
-                async with client.messages.stream(**self._values()) as stream:
-                    return str(await stream.get_final_text())
+class LiteLlm(Library):
+    """The `litellm` package, by each of its APIs."""
 
-            texts = await asyncio.gather(*(ask() for _ in range(16)))
-        assert len(set(texts)) == 1
-        assert texts[0]
-
-
-def _prompt_tokens(answer: Any) -> int:
-    """Return the tokens of the prompt; those of a cache are counted apart."""
-    usage = answer.usage
-    cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
-    return int(usage.input_tokens + cached)
-
-
-_LITELLM_USER = [{"role": "user", "content": "class Reader(io.IOBase):"}]
-_OPENAI_TOOL = {
-    "type": "function",
-    "function": {"name": "get_weather", "parameters": CITY_SCHEMA},
-}
-
-
-class LiteLlm:
-    """The `litellm` package, by either of its APIs."""
+    _calling = ("hosted_vllm",)
 
     def __init__(self, base_url: str, model: str) -> None:
         # Else it asks the network for prices when it is imported.
         os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
         import litellm  # type: ignore[import-not-found]
 
-        self._package = litellm
-        litellm.suppress_debug_info = True
-        litellm.telemetry = False
-        self._url = base_url
-        self._model = model
-
-    def _values(self, **changes: Any) -> dict[str, Any]:
-        return {
-            "model": f"hosted_vllm/{self._model}",
-            "api_base": f"{self._url}/v1",
-            "api_key": "none",
-            "messages": _LITELLM_USER,
-            "max_tokens": 16,
-            "temperature": 0.0,
-            "num_retries": 0,
-        } | changes
-
-    def completion(self) -> None:
-        answer = self._package.completion(**self._values())
-        assert answer.choices[0].message.content
-        assert 0 < answer.usage.completion_tokens <= 16
-
-    def stream_is_the_whole_answer_with_usage(self) -> None:
-        whole = self._package.completion(**self._values())
-        options = {"stream_options": {"include_usage": True}}
-        chunks = list(self._package.completion(**self._values(stream=True, **options)))
-        text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
-        assert text == whole.choices[0].message.content
-        used = [one.usage for one in chunks if getattr(one, "usage", None)]
-        assert used[-1].completion_tokens == whole.usage.completion_tokens
-
-    def text_completion(self) -> None:
-        values = self._values(prompt="for line in file:")
-        del values["messages"]
-        values["model"] = f"text-completion-openai/{self._model}"
-        assert self._package.text_completion(**values).choices[0].text
-
-    def tool_that_is_required(self) -> None:
-        values = self._values(tools=[_OPENAI_TOOL], tool_choice="required", max_tokens=200)
-        (call,) = self._package.completion(**values).choices[0].message.tool_calls
-        assert call.function.name == "get_weather"
-        assert isinstance(json.loads(call.function.arguments)["city"], str)
-
-    def anthropic_messages(self) -> None:
-        values = self._values(model=f"anthropic/{self._model}", api_base=self._url)
-        assert self._package.completion(**values).choices[0].message.content
-
-    def anthropic_messages_streamed(self) -> None:
-        values = self._values(model=f"anthropic/{self._model}", api_base=self._url, stream=True)
-        whole = self._package.completion(**self._values()).choices[0].message.content
-        chunks = self._package.completion(**values)
-        assert "".join(one.choices[0].delta.content or "" for one in chunks) == whole
-
-    def responses(self) -> None:
-        values: dict[str, Any] = {
-            "model": f"openai/{self._model}",
-            "api_base": f"{self._url}/v1",
-            "api_key": "none",
+        litellm.suppress_debug_info, litellm.telemetry = True, False
+        self._refusals = litellm.BadRequestError, litellm.NotFoundError
+        self._package, self._model, self._url = litellm, model, base_url
+        self._ways = {
+            "hosted_vllm": partial(self._ask, "hosted_vllm", "/v1"),
+            "anthropic": partial(self._ask, "anthropic", ""),
+            "text-completion-openai": self._complete,
+            "openai": self._respond,
         }
-        values |= {"input": "import os, sys", "max_output_tokens": 16, "temperature": 0.0}
-        whole = self._package.responses(**values)
-        text = whole.output[0].content[0].text
-        assert text
-        said = [
-            event.delta
-            for event in self._package.responses(**values, stream=True)
-            if event.type == "response.output_text.delta"
-        ]
-        assert "".join(said) == text
 
-    def errors(self) -> None:
-        raised(
-            self._package.BadRequestError,
-            lambda: self._package.completion(**self._values(max_tokens=0)),
-        )
-        unknown = self._values(model="hosted_vllm/gpt-9")
-        raised(self._package.NotFoundError, lambda: self._package.completion(**unknown))
+    def _values(self, api: str, path: str, *, stream: bool, **values: Any) -> dict[str, Any]:
+        values["model"] = f"{api}/{values.get('model', self._model)}"
+        where = {"api_base": f"{self._url}{path}", "api_key": "none", "num_retries": 0}
+        return where | {"max_tokens": 16, "temperature": 0.0, "stream": stream} | values
 
-    async def many_at_a_time(self) -> None:
-        """Ask for 16 answers together."""
-        answers = await asyncio.gather(
-            *(self._package.acompletion(**self._values()) for _ in range(16))
-        )
-        assert len({answer.choices[0].message.content for answer in answers}) == 1
+    def _ask(self, api: str, path: str, text: str, *, tool: bool = False, **values: Any) -> Said:
+        values = self._values(api, path, messages=say(text), **values)
+        values |= {"stream_options": {"include_usage": True}} if values["stream"] else {}
+        if tool:
+            values |= {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200}
+        return of_choices(self._package.completion(**values), stream=values["stream"])
+
+    def _complete(self, text: str, **values: Any) -> Said:
+        values = self._values("text-completion-openai", "/v1", prompt=text, **values)
+        said = of_choices(self._package.text_completion(**values), stream=values["stream"])
+        return Said(said.text)
+
+    def _respond(self, text: str, **values: Any) -> Said:
+        values = self._values("openai", "/v1", input=text, **values)
+        values["max_output_tokens"] = values.pop("max_tokens")
+        return of_response(self._package.responses(**values), stream=values["stream"])
 
 
-_SCHEMA = {"title": "Answer", "description": "What the weather is like."} | CITY_SCHEMA
-
-
-class LangChain:
+class LangChain(Library):
     """The `langchain-openai` and `langchain-anthropic` packages."""
+
+    _calling = ("chat",)
 
     def __init__(self, base_url: str, model: str) -> None:
         import langchain_anthropic  # type: ignore[import-not-found]
         import langchain_openai  # type: ignore[import-not-found]
         import openai
 
-        self._anthropic, self._openai, self._errors = langchain_anthropic, langchain_openai, openai
-        self._values: dict[str, Any] = {
-            "base_url": f"{base_url}/v1",
-            "api_key": "none",
-            "model": model,
-            "max_tokens": 16,
-            "temperature": 0.0,
-            "max_retries": 0,
+        self._model, self._package = model, langchain_openai
+        self._refusals = openai.BadRequestError, openai.NotFoundError
+        self._values = {"api_key": "none", "max_tokens": 16, "max_retries": 0, "temperature": 0.0}
+        self._urls = {"/v1": f"{base_url}/v1", "": base_url}
+        openai_chat, anthropic_chat = langchain_openai.ChatOpenAI, langchain_anthropic.ChatAnthropic
+        self._ways = {
+            "chat": partial(self._ask, openai_chat, "/v1", stream_usage=True),
+            "responses": partial(self._ask, openai_chat, "/v1", use_responses_api=True),
+            "completion": self._complete,
         }
+        self._messages = partial(self._ask, anthropic_chat, "", _TEXT)
 
-    def _chat(self, **changes: Any) -> Any:
-        return self._openai.ChatOpenAI(**(self._values | changes))
+    def _made(self, kind: Any, path: str, **values: Any) -> Any:
+        return kind(**{"model": self._model, "base_url": self._urls[path]} | self._values | values)
 
-    def invoke(self) -> None:
-        answer = self._chat().invoke("import os, sys")
-        assert answer.content
-        assert 0 < answer.usage_metadata["output_tokens"] <= 16
+    def _ask(
+        self, kind: Any, path: str, text: str, *, stream: bool, tool: bool = False, **more: Any
+    ) -> Said:
+        chat = self._made(kind, path, **more | ({"max_tokens": 200} if tool else {}))
+        chat = chat.bind_tools([TOOL], tool_choice="required") if tool else chat
+        answer = chat.invoke(text)
+        if stream:
+            first, *rest = chat.stream(text)
+            answer = sum(rest, start=first)
+        calls = tuple((one["name"], json.dumps(one["args"])) for one in answer.tool_calls)
+        return Said(answer.text, answer.usage_metadata["output_tokens"], calls)
 
-    def stream_is_the_whole_answer_with_usage(self) -> None:
-        whole = self._chat().invoke("import os, sys")
-        chunks = list(self._chat(stream_usage=True).stream("import os, sys"))
-        assert "".join(chunk.content for chunk in chunks) == whole.content
-        used = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
-        assert used[-1]["output_tokens"] == whole.usage_metadata["output_tokens"]
+    def _complete(self, text: str, *, stream: bool, **values: Any) -> Said:
+        model = self._made(self._package.OpenAI, "/v1", **values)
+        return Said("".join(model.stream(text)) if stream else model.invoke(text))
+
+    def messages(self) -> None:
+        assert self._messages(stream=True) == self._messages(stream=False)
 
     def batch(self) -> None:
-        answers = self._chat().batch([f"def f{i}(): pass" for i in range(8)])
-        assert all(answer.content for answer in answers)
+        chat = self._made(self._package.ChatOpenAI, "/v1")
+        assert all(one.content for one in chat.batch([f"def f{i}(): pass" for i in range(8)]))
 
     async def stream_without_waiting(self) -> None:
         """Stream by the asynchronous interface."""
-        text = ""
-        async for chunk in self._chat().astream("import os, sys"):
-            text += chunk.content
-        assert text
-
-    def completion(self) -> None:
-        assert self._openai.OpenAI(**self._values).invoke("for line in file:")
-
-    def tool_that_is_required(self) -> None:
-        tool = {"type": "function", "function": {"name": "get_weather", "parameters": _SCHEMA}}
-        bound = self._chat(max_tokens=200).bind_tools([tool], tool_choice="required")
-        (call,) = bound.invoke("What is the weather in Oslo?").tool_calls
-        assert call["name"] == "get_weather"
-        assert isinstance(call["args"]["city"], str)
+        chat = self._made(self._package.ChatOpenAI, "/v1")
+        assert "".join([chunk.content async for chunk in chat.astream(_TEXT)])
 
     def structured_output_by_a_tool(self) -> None:
-        asked = self._chat(max_tokens=200).with_structured_output(
-            _SCHEMA, method="function_calling"
-        )
+        schema = {"title": "Answer", "description": "What the weather is like."} | CITY_SCHEMA
+        chat = self._made(self._package.ChatOpenAI, "/v1", max_tokens=200)
+        asked = chat.with_structured_output(schema, method="function_calling")
         assert isinstance(asked.invoke("What is the weather in Oslo?")["city"], str)
-
-    def responses(self) -> None:
-        whole = self._chat(use_responses_api=True).invoke("import os, sys")
-        assert whole.text
-        assert 0 < whole.usage_metadata["output_tokens"] <= 16
-        chunks = list(self._chat(use_responses_api=True).stream("import os, sys"))
-        assert "".join(chunk.text for chunk in chunks) == whole.text
-
-    def messages(self) -> None:
-        values = {"model": self._values["model"], "max_tokens": 16, "api_key": "none"}
-        url = self._values["base_url"].removesuffix("/v1")
-        chat = self._anthropic.ChatAnthropic(**values, base_url=url, max_retries=0)
-        assert chat.invoke("import os, sys").text
-        assert "".join(chunk.text for chunk in chat.stream("import os, sys"))
-
-    def errors(self) -> None:
-        raised(self._errors.BadRequestError, lambda: self._chat(temperature=-1.0).invoke("a"))
-        raised(self._errors.NotFoundError, lambda: self._chat(model="gpt-9").invoke("a"))
 
 
 # By the name of each library: its checks, and the distribution whose version is told.
