@@ -3,20 +3,18 @@
 import argparse
 import asyncio
 import base64
-import fcntl
 import hashlib
 import json
 import os
 import random
 import re
-import select
 import shutil
 import ssl
 import subprocess
 import sys
 import tempfile
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +34,6 @@ from tests.support.arguments import positive
 from tests.support.certificate import make_certificate
 from tests.support.virtual.datagrams import ThinLinkSettings, UdpRelay
 
-from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
 from balanceroute.proxy.wire.messages import Caller, Headers
@@ -75,191 +72,6 @@ def got(status: int, headers: Headers, body: bytes) -> Got:
 def headers_of(one: Asked) -> Headers:
     """Return the headers of a request."""
     return [(b"content-type", b"application/json"), (b"x-request-id", one.request_id)]
-
-
-# Chromium as a client of HTTP/3: pages' own `fetch`, driven over the browser's debugging pipe.
-
-_LIMIT_S = 120.0
-_CLOSE_S = 10.0
-_AT_ONCE = 50
-_PAGE = "/health"
-_END = b"\0"
-# The browser reads commands from descriptor 3 and writes to descriptor 4.
-_LAUNCH = """
-import os, sys
-os.dup2(int(sys.argv[1]), 3)
-os.dup2(int(sys.argv[2]), 4)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
-_FREE = 5
-# Bodies as base64: text would be decoded.
-_ASK = """
-(async () => {
-  performance.setResourceTimingBufferSize(1e6);
-  const answers = await Promise.all(%s.map(async one => {
-    const answer = await fetch(%s, {method: "POST", headers: one.headers, body: one.body});
-    const bytes = new Uint8Array(await answer.arrayBuffer());
-    const text = Array.from(bytes, byte => String.fromCharCode(byte)).join("");
-    return {status: answer.status, headers: [...answer.headers], body: btoa(text)};
-  }));
-  const asked = performance.getEntriesByType("resource").filter(
-    one => one.initiatorType === "fetch");
-  performance.clearResourceTimings();
-  return {answers, protocols: asked.map(one => one.nextHopProtocol)};
-})()
-"""
-
-
-class ChromiumError(BalanceRouteError):
-    """The browser ended, is silent, or did not speak HTTP/3."""
-
-
-def over_chromium(program: Path, port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
-    """Ask with `fetch` of a page that the proxy itself serves.
-
-    Args:
-        program: The browser: chromium, chrome or chromium-headless-shell.
-        port: Where the proxy speaks HTTP/3; nothing need listen for TCP there.
-        cert: Its certificate, which must be of a kind that browsers take: not Ed25519.
-        asked: What to send.
-
-    Raises:
-        ChromiumError: The browser failed, or an answer did not come over HTTP/3.
-    """
-    answers: list[Got] = []
-    with tempfile.TemporaryDirectory() as folder, _browser(program, port, cert, folder) as pipe:
-        targets = pipe.ask("Target.getTargets")["targetInfos"]
-        page = next(one["targetId"] for one in targets if one["type"] == "page")
-        attached = pipe.ask("Target.attachToTarget", targetId=page, flatten=True)
-        pipe.session = attached["sessionId"]
-        pipe.ask("Page.enable")
-        opened = pipe.ask("Page.navigate", url=f"https://{HOST}:{port}{_PAGE}")
-        if "errorText" in opened:
-            raise ChromiumError(f"Chromium cannot open the page: {opened['errorText']}")
-        pipe.wait_for("Page.loadEventFired")
-        for begin in range(0, len(asked), _AT_ONCE):
-            answers += _ask(pipe, asked[begin : begin + _AT_ONCE])
-    return answers
-
-
-def _ask(pipe: "_Pipe", asked: Sequence[Asked]) -> list[Got]:
-    requests = [
-        {
-            "headers": {name.decode(): value.decode() for name, value in headers_of(one)},
-            "body": one.body.decode(),
-        }
-        for one in asked
-    ]
-    told = pipe.ask(
-        "Runtime.evaluate",
-        expression=_ASK % (json.dumps(requests), json.dumps(PATH.decode())),
-        awaitPromise=True,
-        returnByValue=True,
-    )
-    if "exceptionDetails" in told:
-        raise ChromiumError(f"the page failed: {told['exceptionDetails']}")
-    value = told["result"]["value"]
-    if value["protocols"] != ["h3"] * len(asked):
-        raise ChromiumError(f"answers came over {sorted(set(value['protocols']))}, not h3 alone")
-    return [
-        got(
-            one["status"],
-            [(name.encode(), text.encode("latin-1")) for name, text in one["headers"]],
-            base64.b64decode(one["body"]),
-        )
-        for one in value["answers"]
-    ]
-
-
-def _key_hash(cert: Path) -> str:
-    """Return the hash by which Chromium is told to trust a certificate."""
-    key = x509.load_pem_x509_certificate(cert.read_bytes()).public_key()
-    told = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    return base64.b64encode(hashlib.sha256(told).digest()).decode()
-
-
-class _Pipe:
-    """Commands to a browser, and what it says."""
-
-    def __init__(self, write: int, read: int) -> None:
-        self.session = ""  # The page that commands are for; empty for the browser itself.
-        self._write, self._read = write, read
-        self._text = b""
-        self._number = 0
-        self._events: list[str] = []
-
-    def ask(self, method: str, **values: object) -> Any:
-        """Return the result of a command. Raises ChromiumError."""
-        self._number += 1
-        command: dict[str, object] = {"id": self._number, "method": method, "params": values}
-        if self.session:
-            command["sessionId"] = self.session
-        os.write(self._write, json.dumps(command).encode() + _END)
-        while True:
-            message = self._next(method)
-            if message.get("id") == self._number:
-                if "error" in message:
-                    raise ChromiumError(f"{method}: {message['error']}")
-                return message["result"]
-
-    def wait_for(self, event: str) -> None:
-        """Return once something has happened since the last call. Raises ChromiumError."""
-        while event not in self._events:
-            self._next(event)
-        self._events.clear()
-
-    def _next(self, wanted: str) -> dict[str, Any]:
-        ends_s = time.monotonic() + _LIMIT_S
-        while _END not in self._text:
-            left_s = ends_s - time.monotonic()
-            if left_s <= 0 or not select.select([self._read], [], [], left_s)[0]:
-                raise ChromiumError(f"Chromium says nothing for {_LIMIT_S:g} s: {wanted}")
-            part = os.read(self._read, 1 << 20)
-            if not part:
-                raise ChromiumError("Chromium ended; start it by hand to see why")
-            self._text += part
-        text, _, self._text = self._text.partition(_END)
-        message: dict[str, Any] = json.loads(text)
-        self._events += [message["method"]] if "method" in message else []
-        return message
-
-
-@contextmanager
-def _browser(program: Path, port: int, cert: Path, folder: str) -> Iterator[_Pipe]:
-    """Start a browser; end it in the end."""
-    flags = [
-        "--headless",
-        "--remote-debugging-pipe",
-        "--no-sandbox",  # It needs rights that containers lack; only our own proxy is visited.
-        "--disable-gpu",
-        f"--user-data-dir={folder}",
-        "--enable-quic",
-        f"--origin-to-force-quic-on={HOST}:{port}",
-        f"--ignore-certificate-errors-spki-list={_key_hash(cert)}",
-        "about:blank",
-    ]
-    commands, write = os.pipe()
-    read, answers = os.pipe()
-    try:
-        # The launcher's numbers must not be those that it moves them to.
-        own = [fcntl.fcntl(one, fcntl.F_DUPFD, _FREE) for one in (commands, answers)]
-        launcher = [sys.executable, "-c", _LAUNCH, *map(str, own), str(program)]
-        with subprocess.Popen(
-            [*launcher, *flags], pass_fds=own, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as process:
-            for one in (commands, answers, *own):
-                os.close(one)
-            try:
-                pipe = _Pipe(write, read)
-                yield pipe
-                pipe.session = ""
-                pipe.ask("Browser.close")
-                process.wait(_CLOSE_S)
-            finally:
-                process.kill()
-    finally:
-        os.close(write)
-        os.close(read)
 
 
 GO = Path(__file__).parent / "quic_go"
@@ -408,6 +220,70 @@ def over_quic_go(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
     return answers
 
 
+# The answers as base64: text would be decoded.
+_PAGE = """
+<script>
+(async () => {
+  const answers = [];
+  const asked = %s;
+  while (asked.length) answers.push(...await Promise.all(asked.splice(0, 50).map(async one => {
+    const answer = await fetch(%s, {method: "POST", headers: one.headers, body: one.body});
+    const bytes = new Uint8Array(await answer.arrayBuffer());
+    const text = Array.from(bytes, byte => String.fromCharCode(byte)).join("");
+    return {status: answer.status, headers: [...answer.headers], body: btoa(text)};
+  })));
+  document.documentElement.textContent = btoa(unescape(encodeURIComponent(JSON.stringify(answers))));
+})()
+</script>
+"""
+# Of the page's clock, which stands still while it waits for answers.
+_BUDGET_MS = 60_000
+
+
+def over_chromium(program: Path, port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+    """Ask with `fetch` of a page in a headless browser.
+
+    Args:
+        program: The browser: chromium, chrome or chromium-headless-shell.
+        port: Where the proxy speaks HTTP/3; nobody listens for TCP there.
+        cert: Its certificate, which must be of a kind that browsers take: not Ed25519.
+        asked: What to send.
+    """
+    key = x509.load_pem_x509_certificate(cert.read_bytes()).public_key()
+    told = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    trusted = base64.b64encode(hashlib.sha256(told).digest()).decode()
+    requests = [
+        {
+            "headers": {name.decode(): value.decode() for name, value in headers_of(one)},
+            "body": one.body.decode(),
+        }
+        for one in asked
+    ]
+    url = f"https://{HOST}:{port}{PATH.decode()}"
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder, "page.html")
+        page.write_text(_PAGE % (json.dumps(requests), json.dumps(url)))
+        words = [str(program), "--headless", "--disable-gpu", f"--user-data-dir={folder}"]
+        words += [
+            "--no-sandbox"
+        ]  # It needs rights that containers lack; only our own page is shown.
+        words += ["--enable-quic", f"--origin-to-force-quic-on={HOST}:{port}"]
+        words += [f"--ignore-certificate-errors-spki-list={trusted}", "--disable-web-security"]
+        words += [f"--virtual-time-budget={_BUDGET_MS}", "--dump-dom", page.as_uri()]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    found = re.fullmatch(r"<html>([\w+/=]+)</html>\s*", done.stdout)
+    if found is None:
+        raise SystemExit(f"Chromium did not answer: {done.stdout[-300:]} {done.stderr[-1000:]}")
+    return [
+        got(
+            one["status"],
+            [(name.encode(), text.encode("latin-1")) for name, text in one["headers"]],
+            base64.b64decode(one["body"]),
+        )
+        for one in json.loads(base64.b64decode(found[1]))
+    ]
+
+
 @contextmanager
 def relayed(port: int, loss: float, delay_ms: float) -> Iterator[int]:
     """Relay UDP to a port in a thread, with losses and delays; yield the relay's port."""
@@ -432,56 +308,34 @@ def relayed(port: int, loss: float, delay_ms: float) -> Iterator[int]:
             print(f"relay, {name}: {way.carried} packets arrived, {way.lost} were lost")
 
 
-def _clients(
-    parser: argparse.ArgumentParser, names: Sequence[str] | None, chromium: Path | None
-) -> dict[str, Client]:
-    """Return the chosen clients, else all that are here; end with an error if one is missing."""
-    known: dict[str, Client] = {"aioquic": over_aioquic, "own": over_own}
-    if shutil.which("go"):
-        known["quic-go"] = over_quic_go
-    if chromium is not None:
-        if chromium.is_dir() or not os.access(chromium, os.X_OK):
-            parser.error(f"--chromium is {chromium}, which is no program")
-        known["chromium"] = partial(over_chromium, chromium)
-    why = {"quic-go": "needs go, which is not here", "chromium": "needs --chromium PATH"}
-    for name, reason in why.items():
-        if name in known:
-            continue
-        if names and name in names:
-            parser.error(f"--client {name} {reason}")
-        if not names:
-            print(f"{name}: skipped, {reason}")
-    return {name: known[name] for name in names or known}
-
-
 def http3(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Compares the answers over HTTP/3, to clients that others wrote, with those over HTTP/1.1.
 
     Runs `balanceroute serve --http3` before one emulated prefiller and rank, whose name is in the answers, and
-    sends the same requests by each way: streams, whole answers and bad requests. With --loss and --delay-ms
-    what goes over HTTP/3 passes a relay that loses and delays packets, each way. Status, headers and body have to be the same, byte for byte, but
-    for the time at which an answer was made, and the headers that frame a message. The clients:
+    sends the same requests by each way: streams, whole answers and bad requests. What goes over HTTP/3 passes a
+    relay of UDP alone that may lose and delay packets, each way. Status, headers and body have to be the same, byte
+    for byte, but for the time at which an answer was made, and the headers that frame a message. The clients:
 
     * `aioquic`: its `H3Connection` and asyncio client;
-    * `quic-go`: Go's http.Client over github.com/quic-go/quic-go (needs go; downloads it once);
     * `own`: the product's client, which is also that of `replay --http3`;
-    * `chromium`: the `fetch` of a page in a headless browser, whose program --chromium names. What the browser
-      says of each answer's protocol has to be h3.
+    * `quic-go`: Go's http.Client over github.com/quic-go/quic-go, where go is (downloads it once);
+    * `chromium`: the `fetch` of a page in the headless browser that --chromium names.
 
     Exits with 1 if an answer differs.
     """
     parser.add_argument("--requests", type=positive, default=1_000, metavar="N")
-    parser.add_argument(
-        "--client", nargs="+", choices=("aioquic", "quic-go", "own", "chromium"), metavar="NAME"
-    )
-    parser.add_argument(
-        "--chromium", type=Path, metavar="PATH", help="a Chromium or Chrome, as a client too"
-    )
+    parser.add_argument("--chromium", type=Path, metavar="PATH", help="a Chromium or Chrome")
     parser.add_argument("--loss", type=float, default=0.0, metavar="SHARE", help="of packets")
     parser.add_argument("--delay-ms", type=float, default=0.0, metavar="MS", help="each way")
-    chosen = parser.parse_args(words)
-    clients = _clients(parser, chosen.client, chosen.chromium)
-    asked = draw(chosen.requests, random.Random(1))
+    given = parser.parse_args(words)
+    clients: dict[str, Client] = {"aioquic": over_aioquic, "own": over_own}
+    if shutil.which("go"):
+        clients["quic-go"] = over_quic_go
+    if given.chromium is not None:
+        if given.chromium.is_dir() or not os.access(given.chromium, os.X_OK):
+            parser.error(f"--chromium is {given.chromium}, which is no program")
+        clients["chromium"] = partial(over_chromium, given.chromium)
+    asked = draw(given.requests, random.Random(1))
     # However busy the machine is, no lease runs out: what is compared is not the engines.
     engines = "--model tiny --prefillers 1 --ranks 1 --time-scale 50 --lease-s 36000"
     with tempfile.TemporaryDirectory() as name, emulated(engines.split()) as urls:
@@ -496,13 +350,12 @@ def http3(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
                 assert process.stdout is not None
                 found = re.search(r"https://\S+:(\d+)", process.stdout.readline())
                 assert found is not None, "the proxy did not start"
-                port = int(found[1])
-                if not chosen.loss and not chosen.delay_ms:
-                    return compare(port, port, cert, asked, clients)
-                with relayed(port, chosen.loss, chosen.delay_ms) as relay:
-                    return compare(port, relay, cert, asked, clients)
+                expected = over_http1(int(found[1]), cert, asked)
+                with relayed(int(found[1]), given.loss, given.delay_ms) as port:
+                    answers = {name: ask(port, cert, asked) for name, ask in clients.items()}
             finally:
                 process.terminate()
+    return compare(asked, expected, answers)
 
 
 def difference(one: Got, other: Got) -> str:
@@ -515,24 +368,17 @@ def difference(one: Got, other: Got) -> str:
 
 
 def compare(
-    port: int, udp_port: int, cert: Path, asked: Sequence[Asked], clients: Mapping[str, Client]
+    asked: Sequence[Asked], expected: Sequence[Got], answers: Mapping[str, Sequence[Got]]
 ) -> int:
     """Print a line for each client; return 1 if an answer differs."""
-    expected = over_http1(port, cert, asked)
-    counts = dict.fromkeys(sorted({one.status for one in expected}), 0)
-    for one in expected:
-        counts[one.status] += 1
-    print(f"{len(expected)} answers over HTTP/1.1: {counts}")
+    counts = Counter(one.status for one in expected)
+    print(f"{len(expected)} answers over HTTP/1.1: {dict(sorted(counts.items()))}")
     differ = 0
-    for name, client in clients.items():
-        answers = client(udp_port, cert, asked)
-        wrong = [
-            n for n, pair in enumerate(zip(expected, answers, strict=True)) if pair[0] != pair[1]
-        ]
+    for name, found in answers.items():
+        rows = zip(asked, expected, found, strict=True)
+        wrong = [(one.request_id, its, ours) for one, its, ours in rows if its != ours]
         differ += len(wrong)
-        print(f"{name}: {len(answers) - len(wrong)} of {len(answers)} the same")
-        for number in wrong[:3]:
-            print(
-                f"  {asked[number].request_id.decode()}: {difference(expected[number], answers[number])}"
-            )
+        print(f"{name}: {len(found) - len(wrong)} of {len(found)} the same")
+        for request_id, its, ours in wrong[:3]:
+            print(f"  {request_id.decode()}: {difference(its, ours)}")
     return 1 if differ else 0
