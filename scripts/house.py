@@ -181,7 +181,7 @@ BUDGET = {
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
     "engine_patch": (650, 5),
-    "scripts": (18_450, 48),
+    "scripts": (17_600, 46),
     "tests/support": (12_550, 43),
     # All of it.
     "tests": (115_150, 409),

