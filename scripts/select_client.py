@@ -23,78 +23,15 @@ from typing import Any
 import httpx
 
 # What has a prefiller keep its KV cache for a rank.
-FOR_A_RANK = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+FOR_A_RANK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
 TOLD_EVERY = 16  # Tokens of an answer between two words to the service.
 RETRIES = 3  # Of what the service asks to be sent again.
 
 
 class RefusedError(Exception):
     """The service has no engine for a request."""
-
-
-class Selecting:
-    """Speaks to the select service."""
-
-    def __init__(self, client: httpx.AsyncClient, service: str, key: str) -> None:
-        self._client, self._service = client, service.rstrip("/")
-        self._headers = {"authorization": f"Bearer {key}"}
-
-    async def loads(self, prompt_tokens: int) -> list[dict[str, Any]]:
-        """Return what each engine would have with a request; nothing is reserved. Raises RefusedError."""
-        answer = await self._call("POST", "/potential_loads", {"isl_tokens": prompt_tokens})
-        rows: list[dict[str, Any]] = _told(answer)
-        return rows
-
-    async def reserve(self, name: str, prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
-        """Return the prefiller of a request; wait as long as the service says while there is none.
-
-        Raises:
-            RefusedError: There is none.
-        """
-        asked = {"selection_id": name, "isl_tokens": prompt_tokens, "max_tokens": max_tokens}
-        for _ in range(RETRIES):
-            answer = await self._call("POST", "/select_and_reserve", asked)
-            if answer.status_code not in (429, 503):
-                place: dict[str, Any] = _told(answer)
-                return place
-            await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
-        raise RefusedError(f"there was none {RETRIES} times in a row")
-
-    async def rank(self, name: str, prompt_tokens: int | None) -> dict[str, Any]:
-        """Say that the prefill has ended; return the rank, which may take a while. Raises RefusedError."""
-        told = {} if prompt_tokens is None else {"isl_tokens": prompt_tokens}
-        answer = await self._call("POST", f"/reservations/{name}/prefill_complete", told)
-        place: dict[str, Any] = _told(answer)
-        return place
-
-    async def emitted(self, name: str, tokens: int) -> None:
-        await self._call("POST", f"/reservations/{name}/output_block", {"output_tokens": tokens})
-
-    async def end(self, name: str, tokens: int, failed: str | None = None) -> None:
-        """Say that a request is over, and why if it failed."""
-        told: dict[str, Any] = {"output_tokens": tokens}
-        if failed is not None:
-            told["failed"] = failed[:200]
-        await self._call("DELETE", f"/reservations/{name}", told)
-
-    async def _call(self, method: str, path: str, told: dict[str, Any]) -> httpx.Response:
-        return await self._client.request(
-            method, self._service + path, json=told, headers=self._headers
-        )
-
-
-def _told(answer: httpx.Response) -> Any:
-    told = answer.json()
-    if answer.is_error:
-        raise RefusedError(f"{answer.status_code}: {told['error']}")
-    return told
 
 
 def refuse_late(after_s: float, prefiller: dict[str, Any]) -> None:
@@ -104,10 +41,23 @@ def refuse_late(after_s: float, prefiller: dict[str, Any]) -> None:
 
 
 class Router:
-    """Moves completions between clients and the engines that are chosen."""
+    """Moves completions between clients and the engines that the service chooses."""
 
-    def __init__(self, client: httpx.AsyncClient, selecting: Selecting) -> None:
-        self._client, self._selecting = client, selecting
+    def __init__(self, client: httpx.AsyncClient, service: str, key: str) -> None:
+        self._client, self._service = client, service.rstrip("/")
+        self._headers = {"authorization": f"Bearer {key}"}
+
+    async def tell(self, method: str, path: str, told: dict[str, Any], tries: int = 1) -> Any:
+        """Return what the service says; with more `tries`, wait as long as it asks. Raises RefusedError."""
+        answer = await self._client.request(
+            method, self._service + path, json=told, headers=self._headers
+        )
+        if answer.status_code in (429, 503) and tries > 1:
+            await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
+            return await self.tell(method, path, told, tries - 1)
+        if answer.is_error:
+            raise RefusedError(f"{answer.status_code}: {answer.json()['error']}")
+        return answer.json()
 
     async def complete(self, prompt: str, max_tokens: int) -> AsyncIterator[str]:
         """Yield the pieces of an answer.
@@ -117,27 +67,32 @@ class Router:
             httpx.HTTPError: An engine fails.
         """
         name = uuid.uuid4().hex
+        here, ended = f"/reservations/{name}", {"output_tokens": 0}
         # Who has no tokenizer estimates; the prefiller counts.
-        found = await self._selecting.reserve(name, max(1, len(prompt) // 4), max_tokens)
-        tokens, failed = 0, None
+        asked: dict[str, Any] = {"isl_tokens": max(1, len(prompt) // 4), "max_tokens": max_tokens}
+        asked["selection_id"] = name
+        found = await self.tell("POST", "/select_and_reserve", asked, RETRIES)
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        failed: dict[str, str] = {}
         try:
-            kept: dict[str, Any] = {}
-            rank, sent_s = found, time.monotonic()
+            rank = found
             if found["role"] == "prefill":
-                kept, prompt_tokens = await self._prefill(found["endpoint"], name, body)
-                rank = await self._selecting.rank(name, prompt_tokens)
+                sent_s = time.monotonic()
+                kept, tokens = await self._prefill(found["endpoint"], name, body)
+                # This is the wait for a rank.
+                rank = await self.tell("POST", f"{here}/prefill_complete", {"isl_tokens": tokens})
                 refuse_late(time.monotonic() - sent_s, found)
-            async for piece in self._decode(rank, name, body | kept):
-                tokens += 1
-                if tokens % TOLD_EVERY == 0:
-                    await self._selecting.emitted(name, tokens)
+                body["kv_transfer_params"] = kept
+            async for piece in self._decode(rank, name, body):
+                ended["output_tokens"] += 1
+                if ended["output_tokens"] % TOLD_EVERY == 0:
+                    await self.tell("POST", f"{here}/output_block", ended)
                 yield piece
         except Exception as error:
-            failed = repr(error)
+            failed = {"failed": repr(error)[:200]}
             raise
         finally:
-            await self._selecting.end(name, tokens, failed)
+            await self.tell("DELETE", here, ended | failed)
 
     async def _prefill(
         self, endpoint: str, name: str, body: dict[str, Any]
@@ -148,46 +103,38 @@ class Router:
             f"{endpoint}/v1/completions", json=asked, headers={"x-request-id": name}
         )
         answer.raise_for_status()
-        told = answer.json()
-        return {"kv_transfer_params": told["kv_transfer_params"]}, told["usage"]["prompt_tokens"]
+        return answer.json()["kv_transfer_params"], answer.json()["usage"]["prompt_tokens"]
 
     async def _decode(
         self, rank: dict[str, Any], name: str, body: dict[str, Any]
     ) -> AsyncIterator[str]:
         headers = {"x-request-id": name, "x-data-parallel-rank": str(rank["dp_rank"])}
-        url = f"{rank['endpoint']}/v1/completions"
-        asked = body | {"stream": True}
+        url, asked = f"{rank['endpoint']}/v1/completions", body | {"stream": True}
         async with self._client.stream("POST", url, json=asked, headers=headers) as answer:
             answer.raise_for_status()
             async for line in answer.aiter_lines():
                 data = line.removeprefix("data: ")
-                if data in (line, "[DONE]"):
-                    continue
-                for choice in json.loads(data)["choices"]:
-                    yield choice["text"]
+                if data not in (line, "[DONE]"):
+                    for choice in json.loads(data)["choices"]:
+                        yield choice["text"]
 
 
-async def run(
-    service: str, key: str, prompts: list[str], max_tokens: int, *, loads: bool = False
-) -> int:
-    """Send prompts all at once and print their answers; return how many failed.
-
-    With `loads`, first print what each engine would have with one of them.
-    """
+async def run(given: argparse.Namespace) -> int:
+    """Send a prompt some times at once and print the answers; return how many failed."""
     # An answer may wait for a rank, so nothing but the connection has a time limit here.
-    timeout = httpx.Timeout(None, connect=5.0)
-    limits = httpx.Limits(max_connections=None)
+    timeout, limits = httpx.Timeout(None, connect=5.0), httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
-        selecting = Selecting(client, service, key)
-        router = Router(client, selecting)
-        if loads:
-            for row in await selecting.loads(max(1, len(prompts[0]) // 4)):
+        router = Router(client, given.service, given.key_file.read_text().split()[0])
+        if given.loads:
+            tokens = {"isl_tokens": max(1, len(given.prompt) // 4)}
+            for row in await router.tell("POST", "/potential_loads", tokens):
                 print(json.dumps(row), file=sys.stderr)
 
-        async def answer(prompt: str) -> str:
-            return "".join([piece async for piece in router.complete(prompt, max_tokens)])
+        async def answer() -> str:
+            return "".join([one async for one in router.complete(given.prompt, given.max_tokens)])
 
-        answers = await asyncio.gather(*map(answer, prompts), return_exceptions=True)
+        asked = (answer() for _ in range(given.requests))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
     failed = [one for one in answers if isinstance(one, BaseException)]
     for one in answers:
         print(repr(one), file=sys.stderr if one in failed else sys.stdout)
@@ -202,12 +149,8 @@ def main() -> int:
     parser.add_argument("--key-file", type=Path, required=True)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--requests", type=int, default=1)
-    parser.add_argument("--loads", action="store_true")
-    given = parser.parse_args()
-    key = given.key_file.read_text().split()[0]
-    prompts = [given.prompt] * given.requests
-    work = run(given.service, key, prompts, given.max_tokens, loads=given.loads)
-    return 1 if asyncio.run(work) else 0
+    parser.add_argument("--loads", action="store_true", help="tell what each engine would have")
+    return 1 if asyncio.run(run(parser.parse_args())) else 0
 
 
 if __name__ == "__main__":
