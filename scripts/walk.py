@@ -25,7 +25,6 @@ from balanceroute.proxy.lab.emulate import EmulationSettings
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 
 _PACKAGE = "/.src/balanceroute/"
-_HANDLE = Scheduler.handle.__code__
 _ENGINES = "proxy/lab/"
 # The last one is asked by the tests' world alone.
 _OWN_ACCORD = ("Proxy._task.<locals>.go_on", "Roster._settle", "Proxy.deployment")
@@ -38,41 +37,36 @@ class Walk:
     def __init__(self) -> None:
         self.whole: Counter[str] = Counter()  # Calls by file, of everything.
         self.decision: Counter[str] = Counter()  # Calls by file, of one tick of the scheduler.
-        self._depth = 0
-        self._apart = 0  # How many of the functions that run are not of the request.
+        # How many of the functions that run are of a decision, and are not of the request.
+        self._deciding = self._apart = 0
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
         """Note a call; `sys.setprofile` calls this."""
-        if event not in ("call", "return"):
+        code, step = frame.f_code, {"call": 1, "return": -1}.get(event)
+        _, found, name = code.co_filename.rpartition(_PACKAGE)
+        if step is None or not found:
             return
-        _, found, name = frame.f_code.co_filename.rpartition(_PACKAGE)
-        if not found:
-            return
-        if name.startswith(_ENGINES) or frame.f_code.co_qualname in _OWN_ACCORD:
-            self._apart += 1 if event == "call" else -1
+        if name.startswith(_ENGINES) or code.co_qualname in _OWN_ACCORD:
+            self._apart += step
         if self._apart:
             return
-        if frame.f_code is _HANDLE and isinstance(frame.f_locals["event"], Tick):
-            self._depth += 1 if event == "call" else -1
-        if event == "call":
+        if code is Scheduler.handle.__code__ and isinstance(frame.f_locals["event"], Tick):
+            self._deciding += step
+        if step > 0:
             self.whole[name] += 1
-            if self._depth:
-                self.decision[name] += 1
+            self.decision[name] += bool(self._deciding)
 
 
 async def _ask(loop: VirtualLoop, walk: Walk) -> None:
     engines = EmulationSettings(model="tiny", prefillers=2, ranks=8, max_model_len=4096)
     world = World(WorldSettings(engines, {}), loop, random.Random(7))
     await world.start()
-    endpoint = Endpoint("127.0.0.1", world.port)
-    headers = [(b"content-type", b"application/json")]
+    endpoint, headers = Endpoint("127.0.0.1", world.port), [(b"content-type", b"application/json")]
+    asked = b"POST", b"/v1/chat/completions", headers, _CHAT
     try:
-        for noted in (False, True):
-            sys.setprofile(walk.note if noted else None)
-            path = b"/v1/chat/completions"
-            answer = await fetch(
-                endpoint, b"POST", path, headers, _CHAT, timeout_s=60.0, max_bytes=65_536
-            )
+        for hook in (None, walk.note):
+            sys.setprofile(hook)
+            answer = await fetch(endpoint, *asked, timeout_s=60.0, max_bytes=65_536)
             sys.setprofile(None)
             assert answer.status == 200
     finally:
@@ -84,22 +78,13 @@ def walk_of_a_chat() -> Walk:
     """Return the walk of one streamed chat."""
     walk = Walk()
     run(lambda loop: _ask(loop, walk), seed=1, limit_s=1_000.0)
+    walk.decision = +walk.decision
     return walk
 
 
-def _table(name: str, calls: Counter[str]) -> str:
-    by_package = Counter(str(Path(file).parent) for file in calls)
-    rows = "\n".join(f"  {package:28} {files:3}" for package, files in by_package.most_common())
-    return f"{name}: {len(calls)} files, {sum(calls.values())} calls\n{rows}"
-
-
-def main() -> int:
-    """Print both walks."""
-    walk = walk_of_a_chat()
-    print(_table("one streamed chat of 12 tokens", walk.whole))
-    print(_table("of that its decision", walk.decision))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    found = walk_of_a_chat()
+    for name, calls in (("one chat of 12 tokens", found.whole), ("its decision", found.decision)):
+        print(f"{name}: {len(calls)} files, {calls.total()} calls")
+        for package, files in Counter(str(Path(file).parent) for file in calls).most_common():
+            print(f"  {package:28} {files:3}")
