@@ -17,7 +17,6 @@ scheduling the next batch is made before the result of the last one is there.
 
 The code of every step is flat, with few look-ups. The engine calls it once every few milliseconds, with
 cold processor caches: each further call or object then costs a microsecond.
-`scripts/bench step-trace` measures it.
 """
 
 import atexit

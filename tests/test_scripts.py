@@ -7,29 +7,98 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import stdev
 from unittest.mock import Mock
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from tests.extended import usually
 from tests.script import ROOT, commands_of, run_script, script
 
 from balanceroute.proxy.cli import simulate
-from balanceroute.proxy.core.config import UNLIMITED
-from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.policies import skill_share
-from balanceroute.proxy.core.queueing import Fcfs
-from balanceroute.proxy.core.rank_memory import RankMemory
-from balanceroute.proxy.core.ranks import Fleet
-from balanceroute.proxy.core.waiting import Kept, Pool, PoolEntry
 from balanceroute.proxy.lab.replay.figures import ReplayFault, RequestSample
 from balanceroute.proxy.lab.replay.requests import PlannedRequest
 from balanceroute.traces import TraceRequest, detect_format, write_native
 
-EXPERIMENTS: dict[str, str] = script("reproduce.simulations").EXPERIMENTS
+COMMANDS = {
+    f"{table} {row}".strip(): command
+    for table, one in script("reproduce.simulations").TABLES.items()
+    for row, command in one.commands.items()
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_row_of_a_table_is_a_command_that_parses(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    simulate.add_parser(parser.add_subparsers())
+    chosen = parser.parse_args(["simulate", *shlex.split(COMMANDS[name])])
+    folder, _, trace = str(chosen.trace).partition("/")
+    if folder == script("reproduce.simulations").DERIVED:
+        assert trace in script("reproduce.traces").DERIVATIONS
+    else:
+        assert detect_format(ROOT / chosen.trace)
+
+
+def test_a_trace_is_derived_if_a_command_reads_it(tmp_path: Path) -> None:
+    module = script("reproduce.traces")
+    module.derive(tmp_path / "derived", [COMMANDS["saturated"]])
+    assert not any(tmp_path.iterdir())
+    module.derive(tmp_path / "derived", [f"--trace {tmp_path}/derived/conversations.jsonl"])
+    assert [one.name for one in (tmp_path / "derived").iterdir()] == ["conversations.jsonl"]
+
+
+def test_derived_traces_have_the_shape_that_is_told() -> None:
+    module = script("reproduce.traces")
+    requests = [TraceRequest(i, 10 + 90 * i, 500 - i) for i in range(100)]
+    drawn = module.bootstrapped(requests, 90)
+    assert [one.arrival_ns for one in drawn] == [i * 10**9 for i in range(90)]
+    assert [one.prompt_tokens for one in drawn[1:40]] == [
+        one.prompt_tokens + 90 for one in drawn[:39]
+    ]
+    shared = [
+        TraceRequest(i, 2_000, 9, blocks) for i, blocks in enumerate([(1, 2), (1, 3), (1, 2)])
+    ]
+    turns = [one.tenant for one in module.labelled(shared, 1)]
+    assert turns == [module.FIRST, module.FIRST, module.LATER]
+    short = sum(one.prompt_tokens <= 1_000 for one in module.mixed(0.25, 1_000))
+    assert short == pytest.approx(250, abs=40)
+
+
+def test_every_table_of_simulations_is_named_in_the_appendix() -> None:
+    pages = (ROOT / "docs" / "appendix").glob("*.md")
+    page = "".join(one.read_text(encoding="utf-8") for one in pages)
+    lines = re.findall(r"(?m)^    ([a-z0-9.*-]+(?:, [a-z0-9.*-]+)*)$", page)
+    named = [name for line in lines for name in line.split(", ")]
+    for name in script("reproduce.simulations").TABLES:
+        assert any(fnmatch(name, one) for one in named), name
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "few"),
+    [
+        ("saturated", "", "--requests 300 --ranks 2 --batch 4 --segments 1"),
+        ("first-limits", "off, 64", "--requests 900 --segments 1"),
+        ("paper-4", "oracle, H = 40", "--requests 200 --segments 1"),
+        ("affinity-conversations", "load 0.8, price 1", "--requests 240"),
+    ],
+)
+def test_simulations_end_in_a_table(
+    name: str, row: str, few: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("reproduce.simulations")
+    monkeypatch.chdir(ROOT)
+    table = module.TABLES[name]
+    small = replace(table, commands={row: f"{table.commands[row]} {few}"})
+    monkeypatch.setitem(module.TABLES, name, small)
+    assert run_script(f"reproduce simulations {tmp_path} {name}") == 0
+    report = json.loads((tmp_path / module.file_name(name, row)).read_text())
+    lines = (tmp_path / "tables.md").read_text().splitlines()
+    assert lines[0] == f"## {name}"
+    rows = [line for line in lines if line.startswith(f"| {row} | `")]
+    assert len(rows) == len(report["results"]) > 0
+    assert all(line.count("|") == 3 + len(table.columns) for line in rows)
 
 
 @pytest.mark.parametrize("program", ["reproduce", "bench", "checks", "faults.py"])
@@ -43,99 +112,11 @@ def test_every_command_says_what_it_does(program: str, capsys: pytest.CaptureFix
         assert script("commands").summary(name, module) in told
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_published_experiment_is_a_command_that_parses(name: str) -> None:
-    parser = argparse.ArgumentParser()
-    simulate.add_parser(parser.add_subparsers())
-    chosen = parser.parse_args(["simulate", *shlex.split(EXPERIMENTS[name])])
-    if not str(chosen.trace).startswith(script("reproduce.simulations").DERIVED):
-        assert detect_format(ROOT / chosen.trace)
-
-
-def test_derived_traces_keep_what_they_do_not_change() -> None:
-    module = script("reproduce.simulations")
-    requests = [TraceRequest(i, 10 + 90 * i, 500 - i) for i in range(100)]
-    paired = module.repaired(requests)
-    assert [one.prompt_tokens for one in paired] == [one.prompt_tokens for one in requests]
-    outputs = sorted(max(1, round(0.45 * one.output_tokens)) for one in requests)
-    assert sorted(one.output_tokens for one in paired) == outputs
-    early, late = (sum(one.output_tokens for one in half) for half in (paired[:50], paired[50:]))
-    assert early > late
-    drawn = module.bootstrapped(requests, 90)
-    assert [one.arrival_ns for one in drawn] == [i * 10**9 for i in range(90)]
-    assert [one.prompt_tokens for one in drawn[1:40]] == [
-        one.prompt_tokens + 90 for one in drawn[:39]
-    ]
-
-
-def test_a_trace_is_derived_if_a_command_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = script("reproduce.simulations")
-    monkeypatch.setattr(module, "CONVERSATIONS", 5)
-    module.derive(tmp_path / "derived", [EXPERIMENTS["saturated"]])
-    assert not any(tmp_path.iterdir())
-    module.derive(tmp_path / "derived", [EXPERIMENTS["turns_4_0.9_sticky"]])
-    assert [one.name for one in (tmp_path / "derived").iterdir()] == ["conversations.jsonl"]
-
-
-def test_every_derived_trace_can_be_made() -> None:
-    module = script("reproduce.simulations")
-    words = {word for command in EXPERIMENTS.values() for word in command.split()}
-    derived = {word for word in words if word.startswith(module.DERIVED)}
-    assert derived == {f"{module.DERIVED}/{name}" for name in module.DERIVATIONS}
-
-
 @pytest.mark.parametrize("name", script("reproduce.reference").MADE)
 def test_what_code_declares_is_written_anew(name: str) -> None:
     made = script("reproduce.reference").MADE[name]()
     assert len(made.splitlines()) > 15
     assert (ROOT / name).read_text(encoding="utf-8") == made
-
-
-def test_every_experiment_is_named_in_the_appendix() -> None:
-    pages = (ROOT / "docs" / "appendix").glob("*.md")
-    page = "".join(one.read_text(encoding="utf-8") for one in pages)
-    families: dict[str, list[str]] = script("reproduce.simulations").FAMILIES
-    told = {one: name for name, members in families.items() for one in members}
-    for name, command in EXPERIMENTS.items():
-        shown = told.get(name, name)
-        assert f" {shown}," in page or f" {shown}\n" in page or command in page, name
-
-
-def test_an_experiment_ends_in_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = script("reproduce.simulations")
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(
-        module.EXPERIMENTS, "small", f"{module.MOONCAKE} --requests 300 --ranks 2 --batch 4"
-    )
-    assert run_script(f"reproduce simulations {tmp_path} small") == 0
-    assert json.loads((tmp_path / "small.json").read_text())["results"]
-    assert (tmp_path / "tables.md").read_text().count("\n| `") == 5
-
-
-@pytest.mark.parametrize(
-    ("family", "member", "rows"),
-    [
-        ("first-limits", "fixed_limit_64", ["64"]),
-        ("first-limits", "first_limit_4", ["4"]),
-        ("paper-tables", "paper_4", ["`random`", "`br-0`", "`br-h` survival, H = 80"]),
-        ("paper-tables", "paper_4_oracle_40", ["`br-h` oracle, H = 40"]),
-    ],
-)
-def test_a_family_ends_in_tables_of_its_rows(
-    family: str, member: str, rows: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = script("reproduce.simulations")
-    monkeypatch.chdir(ROOT)
-    assert member in module.FAMILIES[family]
-    few = f"--requests {900 if family == 'first-limits' else 200} --segments 1"
-    monkeypatch.setitem(module.EXPERIMENTS, member, f"{EXPERIMENTS[member]} {few}")
-    monkeypatch.setitem(module.FAMILIES, family, [member])
-    monkeypatch.setitem(module.TABLES, f"{family}: small", [member])
-    assert run_script(f"reproduce simulations {tmp_path} {family}") == 0
-    _, _, table = (tmp_path / "tables.md").read_text().partition(f"## {family}: small")
-    assert all(f"\n| {row} |" in table for row in rows)
 
 
 def test_the_demo_compares_policies_live_and_simulated(
@@ -283,51 +264,6 @@ def test_an_interpreter_that_cannot_run_the_proxy_is_told_by_its_name(tmp_path: 
         pass
 
 
-def test_the_bench_of_open_streams_tells_what_one_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    for more, events, moved in (
-        ("", 4, r"\d+"),
-        ("--native off --tokens 30", 30, "0"),
-    ):
-        assert run_script(f"bench streams --streams 8 --step-s 0.05 {more}") == 0
-        assert re.fullmatch(
-            rf"balanceroute: 8 streams of {events} events in \d+ s, 0 errors; "
-            r"RSS \d+ to \d+ MB, \d+\.\d KB a stream; "
-            rf"\d+ descriptors, \d+ before and \d+ now; {moved} events moved natively\n",
-            capsys.readouterr().out,
-        )
-
-
-def test_a_live_table_has_what_was_measured_beside_what_was_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = script("reproduce.live")
-    asked: list[tuple[str, ...]] = []
-
-    def demo(out: Path, *flags: str) -> list[dict[str, object]]:
-        asked.append((out.name, *flags))
-        live = {"idle_fraction": 0.363, "tokens_per_s": 1433.4, "tpot_ms_p95": 101.6}
-        live |= {"ttft_ms_p50": 15_100.0, "ttft_ms_p99": 27_900.0}
-        live |= {"ttst_ms_p50": 15_200.0, "ttst_ms_p99": 28_300.0}
-        simulated = {"idle_fraction": 0.345, "output_tokens_per_s": 1464.0}
-        spread = {"idle_fraction": 0.023, "output_tokens_per_s": 35.0}
-        return [{"policy": "jsq", "live": live, "simulated": simulated, "spread": spread}]
-
-    monkeypatch.setattr(module, "demo_rows", demo)
-    monkeypatch.setattr(module, "train_gbdt", lambda out: out / "gbdt.json")
-    cells = "| 36.3 | 34.5 ±2.3 | 1,433 | 1,464 ±35 | 101.6 | 15.1 | 27.9 | 15.2 | 28.3 |"
-    policies = ("jsq", "br-h --first-token prefill")
-    for table, names in (("policies", policies), ("predictors", module.PREDICTORS)):
-        assert run_script(f"reproduce live-tables {table} --out {tmp_path}") == 0
-        rows = capsys.readouterr().out.splitlines()
-        assert rows[2:] == [f"| `{name}` {cells}" for name in names]
-        assert {row.count("|") for row in rows} == {11}
-    assert asked[1] == ("early", *module.EARLY)
-    models = [flags[flags.index("--predictor") + 1] for _, *flags in asked[2:]]
-    assert models == ["none", "survival", "exact-match", str(tmp_path / "predictors" / "gbdt.json")]
-    # Of the demo's own slice.
-    assert module.SKIP == 5000
-
-
 def test_a_repeated_live_table_has_means_and_their_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -347,7 +283,7 @@ def test_a_repeated_live_table_has_means_and_their_errors(
         ]
 
     monkeypatch.setattr(module, "demo_rows", demo)
-    assert run_script(f"reproduce live-tables repeated --out {tmp_path}") == 0
+    assert run_script(f"reproduce live-table --out {tmp_path}") == 0
     rows = capsys.readouterr().out.splitlines()
     error = stdev(range(5)) / 5**0.5
     seconds = f"2.0 ±{error:.1f}"
@@ -357,23 +293,6 @@ def test_a_repeated_live_table_has_means_and_their_errors(
     assert [row.split(" | ", 3)[0] for row in rows[2:]] == ["| `jsq`", "| `fifo`", "| `br-h`"]
     assert all(row.endswith(cells) for row in rows[2:])
     assert simulations == ["10", "1", "1", "1", "1"]
-
-
-def test_cuts_of_one_trace_have_the_mean_and_the_error_of_all_their_segments() -> None:
-    module = script("reproduce.simulations")
-    samples = [[1.0, 3.0], [2.0, 4.0, 9.0]]
-
-    def report(values: list[float]) -> dict[str, object]:
-        names = ("idle_fraction", "pool_wait_s_p99")
-        error = stdev(values) / len(values) ** 0.5
-        row = dict.fromkeys(names, fmean(values)) | {"stderr": dict.fromkeys(names, error)}
-        return {"config": {"segments": len(values)}, "results": [row | {"policy": "jsq"}]}
-
-    (row,) = module.pooled([report(values) for values in samples])["results"]
-    together = [value for values in samples for value in values]
-    assert row["idle_fraction"] == pytest.approx(fmean(together))
-    expected = stdev(together) / len(together) ** 0.5
-    assert row["stderr"]["idle_fraction"] == pytest.approx(expected)
 
 
 def test_a_short_timeout_cures_the_death_spiral() -> None:
@@ -444,104 +363,16 @@ def test_a_cell_with_fewer_ranks_is_sent_less_by_who_looks() -> None:
         assert all(count >= 0 for view in world._gateways for count in view.own)
 
 
-SCORE_CLAIMS = {
-    f"{one.clients}-{one.rule}-{one.told}": one
-    for one in script("reproduce.prefill").CLAIMS
-    if one.sign
-}
-# One that wins, and one that loses.
-USUAL_CLAIMS = ("10-s1-enhanced-shorter", "40-s1-enhanced-longer")
-
-
-@pytest.mark.parametrize("claim", usually(USUAL_CLAIMS, SCORE_CLAIMS.values(), ids=SCORE_CLAIMS))
-def test_scores_win_and_lose_where_their_authors_say(claim: object) -> None:
-    module = script("reproduce.prefill")
-    assert module.holds(claim, module.gains(claim, 1))
-
-
-def test_a_claim_of_the_other_sign_fails() -> None:
-    module = script("reproduce.prefill")
-    claim = module.CLAIMS[0]
-    found = module.gains(claim, 1)
-    assert not module.holds(module.replace(claim, sign=-claim.sign), found)
-
-
-def test_weights_of_the_scores_are_swept(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_script("reproduce score-weights --seeds 1 --clients 20") == 0
-    head, _, *rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    assert [cell.strip(" |") for cell in head[2:]] == ["0.1, 0.9", "0.2, 0.8", "0.5, 0.5"]
-    assert [row[:2] for row in rows] == [["| 1 + 4 GPUs", "20"], ["| 5 x 1 GPU", "20"]]
-    assert all(len(set(row[2:])) == 3 for row in rows)
-
-
-TCP = '"TLS/TCP, one each" "TLS/TCP, one connection"'
-
-
 def test_urgent_streams_are_in_time_by_deadline_and_late_behind_others(tmp_path: Path) -> None:
     module = script("reproduce.streams")
     module.make_certificate(tmp_path, kind="ed25519")
     planned = module.plan(1, 1.0, 40)
-    fcfs, edf, one = (
-        module.shares(planned, module.echoed(order, planned, 1, tmp_path))["real-time"]
-        for order in ("fcfs", "edf", module.ONE)
-    )
-    assert max(fcfs, one) < 50 < edf
-
-
-def test_orders_and_models_have_a_table_of_their_worth(capsys: pytest.CaptureFixture[str]) -> None:
-    few = "--load bursty --training 200 --requests 6"
-    assert run_script(f"reproduce served-streams {few} --transport edf {TCP}") == 0
-    head, _, *rows = capsys.readouterr().out.splitlines()
-    assert head == "| bursty | large | medium | policy |"
-    assert [row.split(" | ")[0] for row in rows] == [
-        "| `edf`",
-        "| `TLS/TCP, one each`",
-        "| `TLS/TCP, one connection`",
-    ]
-    assert all(
-        0.0 <= float(cell.strip(" |")) <= 1.0 for row in rows for cell in row.split(" | ")[1:]
-    )
-
-
-def test_a_packet_that_is_lost_by_time_does_not_stop_the_clock(tmp_path: Path) -> None:
-    """Its timer went off at an instant at which, by rounding, it was not late yet, for ever."""
-    module = script("reproduce.streams")
-    module.make_certificate(tmp_path, kind="ed25519")
-    [planned] = module.loads(1)["bursty"]
-    worth = module.worth(module.ONE_EACH, module.Static(1), planned[:80], 1, tmp_path)
-    assert 0.0 < worth < 1.0
-
-
-def test_an_answer_is_worth_its_model_if_it_is_in_time(tmp_path: Path) -> None:
-    module = script("reproduce.streams")
-    module.make_certificate(tmp_path, kind="ed25519")
-    real_time, _, long = module.KINDS
-    planned = [module.Planned(long, 0.1 * n, 0, 20) for n in range(40)]
-    planned += [module.Planned(real_time, 4.0, module.PREFERRED, 20)]
-    medium, large = (
-        module.worth("ml", module.Static(place), planned[-1:], 1, tmp_path) for place in (0, 1)
-    )
-    assert (medium, large) == (0.94, 1.0)
-    # Behind 4 MB the urgent one is late unless it goes first.
-    fcfs, ml = (module.worth(one, module.Static(0), planned, 1, tmp_path) for one in ("fcfs", "ml"))
-    assert ml > fcfs
-
-
-def test_early_refusal_leaves_few_to_expire() -> None:
-    module = script("reproduce.overload")
-    setup = module.replace(module.DEADLINE_SETUP, pool_limit=2)
-    late, early = (
-        module.hurried(module.replace(setup, early=early), 8.0, 0).requests.values()
-        for early in (False, True)
-    )
-    assert 4 * sum(one.expired_ns is not None for one in early) < sum(
-        one.expired_ns is not None for one in late
-    )
-    assert sum(one.is_in_time for one in early) >= 0.95 * sum(one.is_in_time for one in late)
+    fcfs, edf = (module.shares(planned, one, 1, tmp_path)["real-time"] for one in ("fcfs", "edf"))
+    assert fcfs < 50 < edf
 
 
 def test_the_least_work_first_keeps_requests_good_above_capacity() -> None:
-    module = script("reproduce.admission")
+    module = script("reproduce.overload")
     setting = module.replace(module.SETTINGS["azure"], ranks=2, known=500, played=600, parts=1)
     (workload,) = setting.workloads()
     rate = 2.0 * module.capacity_of(setting, workload)
@@ -551,34 +382,6 @@ def test_the_least_work_first_keeps_requests_good_above_capacity() -> None:
     }
     assert good["srpt"] > 0.9 * good["clairvoyant"]
     assert good["none"] < 0.7 * good["srpt"]
-
-
-def test_a_limit_idles_as_so_few_requests_in_flight_do() -> None:
-    module = script("reproduce.admission")
-    workloads = module.segments_of(400, 1)
-    limit = module.fixed(10)
-    (limited,) = module.figures_of(module.replace(module.PLAIN, aimd=limit), workloads)
-    in_flight = module.in_flight_of(limit, [limited])
-    assert in_flight == 80
-    (beside,) = module.figures_of(module.PLAIN, workloads, in_flight)
-    assert limited.idle_fraction == pytest.approx(beside.idle_fraction, abs=0.02)
-    assert limited.mean_running == pytest.approx(beside.mean_running, rel=0.03)
-
-
-@pytest.mark.parametrize("cost", usually({"kv-token-seconds"}, ["request", "kv-token-seconds"]))
-def test_first_tokens_come_when_they_are_expected_under_fair_queueing(cost: str) -> None:
-    module = script("reproduce.admission")
-    seen = module.seen_of(cost, span_s=40.0)
-    for tenant in ("gold", "silver", "bronze"):
-        ratios = [one.real_ns / one.expected_ns for one in seen if one.tenant == tenant]
-        assert len(ratios) > 10
-        assert 0.6 < median(ratios) < 1.5
-
-
-def test_a_grant_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = script("bench.decisions")
-    monkeypatch.setattr(module, "GRANTS", 50)
-    assert len(module.grant_times("kv-token-seconds", "edf", 10, 100)) == 50
 
 
 def test_the_tenants_run_judges_shares_and_lost_requests() -> None:
@@ -626,93 +429,6 @@ def test_the_tenants_run_answers_or_refuses_every_request(
     assert sum(row["served"] for row in report["rows"]) > 0
     assert sum(row["refused_429"] + row["refused_503"] for row in report["rows"]) > 0
     assert capsys.readouterr().out.count("\n| ") == 10
-
-
-def test_a_tail_is_explained_by_bounds_that_hold() -> None:
-    module = script("reproduce.prefill")
-    requests = module.conversations(60)
-    model = module.PrefillModel(2, 20_000_000, 50_000.0, 200_000, 512)
-    rows = dict(module.rows(requests, 0.5, model))
-    slowest = {name: max(one.total_s for one in served) for name, served in rows.items()}
-    least = min(slowest.values())
-    assert slowest["alone"] == least
-    assert slowest["one queue"] <= min(slowest[name] for name in slowest if name != "alone")
-    assert not any(one.late_s for one in rows["ends first"])
-    assert any(one.late_s > 0.0 for one in rows["prefix-aware"])
-    assert all(one.wait_s == 0.0 for one in rows["alone"])
-    assert len({len(served) for served in rows.values()}) == 1
-
-
-@pytest.mark.parametrize(
-    "table", usually({"conversations"}, ["prefill", "mooncake", "conversations"])
-)
-def test_a_table_of_turns_has_a_row_for_every_rule(
-    table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = script("reproduce.turns")
-    assert run_script(f"reproduce turns {tmp_path} {table} --load 0.8 --requests 240") == 0
-    printed = capsys.readouterr().out.splitlines()
-    lines = [line.split("|")[1:-1] for line in printed if line.startswith("| 0.8 |")]
-    assert [line[1].strip() for line in lines] == list(module.TABLES[table].rules)
-    headings = [heading for heading, _ in module.TABLES[table].columns]
-    rows = [dict(zip(headings, line[2:], strict=True)) for line in lines]
-    assert all(cell.strip() for row in rows for cell in row.values())
-    assert printed[-1].startswith("No rule pulls less than ") is (table != "prefill")
-    if table == "conversations":
-        pulled = [float(row["pulled %"]) for row in rows]
-        assert all(one < 0.9 * pulled[0] for one in (pulled[1], pulled[4]))
-
-
-def test_no_rule_pulls_less_than_what_no_earlier_prompt_had() -> None:
-    least = script("reproduce.turns").least_pulled
-    prompts = [(1, 2), (3, 4), (1, 2, 5), (1, 2, 5)]
-    requests = [TraceRequest(0, 512 * len(blocks) + 1, 1, blocks) for blocks in prompts]
-    assert least(requests) == (1_025 + 1_025 + 513 + 1) / 5_124
-    # The end of what was used least recently goes first.
-    assert least(requests, 512 * 3) == (1_025 + 1_025 + 1_025 + 1) / 5_124
-    assert least(requests, 0) == 1.0
-
-
-def test_the_rules_of_others_follow_prefixes_as_they_do() -> None:
-    rules = script("reproduce.turns")
-    inputs = Mock()
-
-    def rank(name: str, bound: list[int], kept: list[int], loads: list[int]) -> int | None:
-        pool, count = Pool(Fcfs()), len(bound)
-        entry = PoolEntry(RequestId(1), Ticket(1_000), 1_000, 0, None, None, None)
-        entry.kept = Kept(kept, 1.0, 1)
-        pool.add(entry)
-        fleet = Fleet(
-            np.ones(count, np.bool_),
-            np.array(loads),
-            np.array(bound),
-            8 - np.array(bound),
-            np.full(count, UNLIMITED),
-            keeping=RankMemory().keeping(count, count),
-        )
-        policy = getattr(rules, name)(inputs)
-        return next((one.rank for one in policy.dispatch(fleet, pool, 0)), None)
-
-    assert rank("sticky", [7, 0, 0], [4_000, 3_000, 0], [9_000, 5, 0]) == 0
-    assert rank("sticky", [8, 0, 0], [4_000, 3_000, 0], [9_000, 5, 0]) is None
-    assert rank("sticky", [8, 0, 0], [4_000, 4_000, 0], [9_000, 5, 0]) == 1
-    assert rank("sticky", [7, 0, 0], [2_560, 2_000, 0], [9_000, 5, 0]) == 2
-    assert rank("cache_aware", [8, 1, 0], [400, 200, 0], [9_000, 5, 0]) == 0
-    assert rank("cache_aware", [9, 1, 0], [400, 200, 0], [9_000, 5, 0]) == 2
-    assert rank("cache_aware", [8, 1, 0], [300, 200, 0], [9_000, 5, 0]) == 2
-    assert rank("overlap_and_load", [8, 1, 0], [400, 200, 0], [500, 250, 0]) == 2
-    assert rank("overlap_and_load", [8, 1, 0], [501, 200, 0], [500, 250, 0]) == 0
-
-
-def test_the_picture_of_a_requests_way_is_what_its_script_draws(tmp_path: Path) -> None:
-    run_script(f"reproduce request-path {tmp_path / 'drawn.svg'}")
-    drawn = (tmp_path / "drawn.svg").read_text(encoding="utf-8")
-    assert (ROOT / "docs" / "img" / "request_path.svg").read_text(encoding="utf-8") == drawn
-    root = ElementTree.fromstring(drawn)  # noqa: S314 - made two lines above.
-    texts = root.findall("{http://www.w3.org/2000/svg}text")
-    assert [text.text for text in texts if (text.text or "")[:1].isdigit()] == [
-        "1 request", "2 prefill", "3 KV params", "4 decode", "5 KV cache", "6 events", "7 events"
-    ]  # fmt: skip
 
 
 def test_runs_before_real_engines_pool_into_one_table(tmp_path: Path) -> None:

@@ -10,12 +10,7 @@ from commands import main
 COMMANDS = {
     "bodies": "bench.serving",
     "dispatch": "bench.decisions",
-    "grants": "bench.decisions",
-    "predictors": "bench.decisions",
-    "prefix-index": "bench.decisions",
     "proxy": "bench.proxy",
-    "step-trace": "bench.step_trace",
-    "streams": "bench.proxy",
 }
 
 if __name__ == "__main__":

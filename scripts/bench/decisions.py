@@ -1,35 +1,22 @@
-"""What deciding costs: a dispatch, a grant of the fair queue, a look-up of a prompt's blocks, a prediction."""
+"""What one scheduling decision costs."""
 
 import argparse
 import json
 import random
-import resource
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from importlib.util import find_spec
-from itertools import count, cycle
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median, quantiles
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from tests.support.arguments import positive
 
-from balanceroute.predictors import PastRequest, Savable, Survival
-from balanceroute.predictors.files import load as load_predictor
-from balanceroute.predictors.files import save
-from balanceroute.predictors.kinds import KINDS, train
-from balanceroute.predictors.past import past_requests
+from balanceroute.predictors import Survival
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.events import (
     Admit,
     DecodeStarted,
     PrefillDone,
-    PrefillerId,
     RequestArrived,
     RequestFinished,
     RequestId,
@@ -37,12 +24,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.fair_queueing import fair_queueing
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.prefill.budgets import PrefillRequest
-from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge, token_hashes
-from balanceroute.proxy.core.prefill.prefix_memory import PrefixMemory, block_keys
-from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.scheduler import Intake, Scheduler
 from balanceroute.proxy.lab.sim.workload import playable
@@ -268,270 +250,5 @@ def dispatch(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
         rows.append(shape | figures)
         times = (f"{figures[stage][0]:.2f} / {figures[stage][1]:.2f}" for stage in STAGES)
         print(table_row(ranks, batch, pool, load, *times, f"{goal} ms"), flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-
-
-GRANTS, IN_FLIGHT, QUEUED = 20_000, 1_024, (4_096, 409_600)
-
-
-def grant_times(cost: str, order: str, tenants: int, queued: int) -> list[float]:
-    """Return the time of every grant, in microseconds."""
-    queueing, rng = fair_queueing(cost, QUEUE_ORDERS[order]), random.Random(0)
-    queue, meter = queueing.make_order(), queueing.meter
-    tickets: dict[RequestId, Ticket] = {}
-    running: list[RequestId] = []
-    times: list[float] = []
-
-    def add(number: int) -> None:
-        ticket = tickets[RequestId(number)] = Ticket(
-            rng.randint(10, 8_000),
-            tenant=f"tenant-{rng.randrange(tenants)}",
-            weight=float(rng.randint(1, 8)),
-            deadline_ns=rng.randrange(10**9),
-            predicted_tokens=rng.randint(1, 2_000),
-        )
-        queue.add(RequestId(number), ticket)
-
-    for number in range(queued):
-        add(number)
-    for grant in range(GRANTS):
-        ended = running.pop(rng.randrange(len(running))) if len(running) == IN_FLIGHT else None
-        begin_s = time.perf_counter()
-        if ended is not None and meter is not None:
-            ticket = tickets[ended]
-            meter.end(ended, ticket, ticket.prompt_tokens + ticket.predicted_tokens)
-        head = queue.head()
-        assert head is not None
-        queue.serve(head)
-        times.append(1e6 * (time.perf_counter() - begin_s))
-        if meter is not None:
-            meter.begin(head, tickets[head], tickets[head].prompt_tokens)
-            meter.step(30_000_000)
-        running.append(head)
-        add(queued + grant)
-    return times
-
-
-def grants(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """The cost of a grant: the next request among many tenants, charged, and settled when it ends.
-
-    Prints microseconds per grant for each cost: the head of the queue, its removal and charge, and the
-    settlement of an earlier one. The queue stays as long as it is; what is added for that is not counted.
-    """
-    parser.add_argument("--tenants", type=positive, default=1_000)
-    arguments = parser.parse_args(words)
-    print(table_head("tenants:", "queued:", "order", "`--fair-queue`", "p50, us:", "p99, us:"))
-    for queued in QUEUED:
-        for order in ("fcfs", "edf"):
-            for cost in FAIR_COSTS:
-                cuts = quantiles(grant_times(cost, order, arguments.tenants, queued), n=100)
-                row = (arguments.tenants, queued, f"`{order}`", f"`{cost}`")
-                cells = [*map(str, row), f"{cuts[49]:.1f}", f"{cuts[98]:.1f}"]
-                print(table_row(*cells))
-
-
-PROMPT_TOKENS = 131_072
-INDEX_BLOCK_TOKENS = 16
-Result = TypeVar("Result")
-# As many as a prompt has, so that filling takes seconds.
-_BATCH = PROMPT_TOKENS // INDEX_BLOCK_TOKENS
-
-
-def filled(instances: int, blocks: int, prompt: tuple[int, ...]) -> PrefixMemory:
-    """Return a memory in which each instance knows `blocks` blocks, some of them the prompt's."""
-    memory = PrefixMemory(blocks)
-    rng = np.random.default_rng(0)
-    for instance in range(instances):
-        index = memory._indices[PrefillerId(instance)]
-        for _ in range(0, blocks, _BATCH):
-            index.add(block_keys(tuple(rng.integers(0, 1 << 63, _BATCH).tolist())))
-        known = len(prompt) * (instance + 1) // (instances + 1)
-        index.add(block_keys(prompt[:known]))
-    return memory
-
-
-def told(instances: int, blocks: int, prompt: NDArray[np.int64]) -> tuple[EngineBlocks, float]:
-    """Return the same of what instances tell, and the time that storing a block takes."""
-    index = EngineBlocks(INDEX_BLOCK_TOKENS, blocks)
-    rng = np.random.default_rng(0)
-    spent = 0.0
-    for instance in range(instances):
-        prefiller, known = PrefillerId(instance), len(prompt) * (instance + 1) // (instances + 1)
-        index.begin(prefiller, Knowledge.ALL)
-        for number in range(blocks // _BATCH):
-            tokens = rng.integers(0, 150_000, PROMPT_TOKENS)
-            if number == 0:
-                tokens[:known] = prompt[:known]
-            names, ids = rng.integers(1, 1 << 62, _BATCH).tolist(), tokens.tolist()
-            _, seconds = watched(partial(index.stored, prefiller, names, None, ids))
-            spent += seconds
-    return index, spent / instances / blocks
-
-
-def print_told(instances: int, blocks: int) -> None:
-    """Print the figures of what prefillers tell."""
-    prompt = np.random.default_rng(1).integers(0, 150_000, PROMPT_TOKENS)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    index, block_s = told(instances, blocks, prompt)
-    used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    print(f"told: {used:,.0f} MiB more, {1e6 * block_s:.1f} us for a block")
-    times: dict[str, list[float]] = {"hash ids": [], "look up": []}
-    found = 0
-    for _ in range(200):
-        hashes, at = watched(partial(token_hashes, prompt, INDEX_BLOCK_TOKENS))
-        times["hash ids"].append(at)
-        found, at = watched(partial(longest, index, instances, hashes))
-        times["look up"].append(at)
-    print(f"longest prefix told: {INDEX_BLOCK_TOKENS * found:,} tokens")
-    print_times(times)
-
-
-def longest(index: EngineBlocks, instances: int, hashes: tuple[int, ...]) -> int:
-    """Return how much of a prompt the instance has that has most of it."""
-    return max(index.leading(PrefillerId(instance), hashes) for instance in range(instances))
-
-
-def print_times(times: dict[str, list[float]]) -> None:
-    """Print each median and its tail."""
-    for name, samples in times.items():
-        print(f"{name:10} {1e3 * median(samples):.3f} ms, p99 {1e3 * sorted(samples)[-3]:.3f} ms")
-
-
-def prefix_index(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
-    """Measures the index of prompt blocks: memory, and the time of a decision about a long prompt.
-
-    The prompt has 128k tokens in blocks of 16 as vLLM's. Every prefiller knows a beginning of its own
-    length of it, in indices that are full: first of what each was sent, then of what each tells itself.
-    """
-    parser.add_argument("--instances", type=positive, default=16)
-    parser.add_argument("--blocks", type=positive, default=1 << 20)
-    arguments = parser.parse_args(words)
-    rng = random.Random(1)
-    prompt = tuple(rng.getrandbits(63) for _ in range(PROMPT_TOKENS // INDEX_BLOCK_TOKENS))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    memory = filled(arguments.instances, arguments.blocks, prompt)
-    used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    ticket = Ticket(PROMPT_TOKENS, blocks=prompt, block_tokens=INDEX_BLOCK_TOKENS)
-    request = PrefillRequest(RequestId(0), ticket, PROMPT_TOKENS, 0)
-    candidates = [PrefillerId(instance) for instance in range(arguments.instances)]
-    times: dict[str, list[float]] = {"hash keys": [], "look up": [], "note": []}
-    for _ in range(200):
-        keys, at = watched(lambda: block_keys(prompt).tolist())
-        times["hash keys"].append(at)
-        _, at = watched(partial(look_up, memory, candidates, keys))
-        times["look up"].append(at)
-        _, at = watched(lambda: memory.add(request, candidates[0]))
-        times["note"].append(at)
-    found = memory.expect(request, candidates)
-    print(f"{arguments.instances} instances x {arguments.blocks:,} blocks: {used:,.0f} MiB")
-    print(f"longest prefix found: {max(one.cached_tokens for one in found.values()):,} tokens")
-    print_times(times)
-    print_told(arguments.instances, arguments.blocks)
-    return 0
-
-
-def look_up(memory: PrefixMemory, candidates: list[PrefillerId], keys: list[int]) -> None:
-    """Find out what each instance knows of a prompt."""
-    for prefiller in candidates:
-        memory._indices[prefiller].leading(keys)
-
-
-def watched(work: Callable[[], Result]) -> tuple[Result, float]:
-    """Return what some work returns, and its seconds."""
-    begin = time.perf_counter()
-    result = work()
-    return result, time.perf_counter() - begin
-
-
-LEARNED = 8_000
-ACTIVE = 1_000
-HORIZON, REFRESH_TOKENS = 40, 20
-# Of the dear ones a hundredth of the rounds suffices.
-SLOW = {"save", "load"}
-
-
-def trained(past: list[PastRequest]) -> dict[str, Savable]:
-    """Return every predictor that can be made here, by name."""
-    without = set[str]() if find_spec("lightgbm") else {"gbdt"}
-    return {name: train(name, past) for name in KINDS if name not in without}
-
-
-def operations(
-    predictor: Savable, active: list[PastRequest], path: Path
-) -> dict[str, Callable[[], object]]:
-    """Return what is timed, by name; every call is one round."""
-    rng = np.random.default_rng(0)
-    requests = [RequestId(number) for number in range(len(active))]
-    for request, one in zip(requests, active, strict=True):
-        predictor.begin(request, one.features)
-    ages = np.array([rng.integers(one.output_tokens) for one in active])
-    # Begun and ended one after the other, beside those that stay.
-    begun = zip((RequestId(number) for number in count(len(active))), cycle(active), strict=False)
-    ended = zip((RequestId(number) for number in count(len(active))), cycle(active), strict=False)
-    asked, newborn = cycle(requests), np.zeros(1, np.int64)
-
-    def begin() -> None:
-        request, one = next(begun)
-        predictor.begin(request, one.features)
-
-    def observe() -> None:
-        request, one = next(ended)
-        predictor.observe(request, one.output_tokens)
-
-    return {
-        "refresh": lambda: predictor.survival(requests, ages, HORIZON + REFRESH_TOKENS),
-        "admission": lambda: predictor.survival([next(asked)], newborn, HORIZON),
-        "begin": begin,
-        "observe": observe,
-        "save": lambda: save(path, predictor),
-        "load": lambda: load_predictor(path),
-    }
-
-
-def timed(operation: Callable[[], object], rounds: int) -> list[float]:
-    """Return the 10th, 50th and 90th percentile of what a call costs, in µs."""
-    operation()
-    samples = []
-    for _ in range(rounds):
-        begin = time.perf_counter_ns()
-        operation()
-        samples.append((time.perf_counter_ns() - begin) / 1e3)
-    return [float(figure) for figure in np.percentile(samples, [10, 50, 90])]
-
-
-def predictors(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """What each predictor costs.
-
-    Each has learned from the first requests of a public trace and is asked about later ones, in the middle
-    of their lives: all active ones at once as at a refresh, and one at age 0 as at an admission. The rest
-    is what it costs to be told of a request, and to be saved and loaded. One core; medians, and the range
-    from the 10th to the 90th percentile.
-    """
-    parser.add_argument("--rounds", type=positive, default=1_000, help="timed calls of each")
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    arguments = parser.parse_args(words)
-    past = past_requests(read_trace(MOONCAKE))
-    active = past[LEARNED : LEARNED + ACTIVE]
-    rows: dict[str, dict[str, list[float]]] = {}
-    sizes: dict[str, int] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, predictor in trained(past[:LEARNED]).items():
-            path = Path(folder) / f"{name}.json"
-            rows[name] = {
-                what: timed(operation, max(3, arguments.rounds // (100 if what in SLOW else 1)))
-                for what, operation in operations(predictor, active, path).items()
-            }
-            sizes[name] = sum(file.stat().st_size for file in path.parent.glob(f"{name}.*"))
-    print(f"µs, median (10th to 90th percentile); {ACTIVE:,} requests active\n")
-    headings = ("refresh of all", "one at admission", "begin", "observe", "save", "load", "KiB")
-    print(table_head("predictor", *right(headings)))
-    for name, figures in rows.items():
-        cells = (
-            f"{median:,.0f} ({low:,.0f} to {high:,.0f})" if median >= 10
-            else f"{median:.1f} ({low:.1f} to {high:.1f})"
-            for low, median, high in figures.values()
-        )  # fmt: skip
-        print(table_row(name, *cells, f"{sizes[name] / 1024:,.0f}"))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

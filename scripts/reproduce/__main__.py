@@ -8,33 +8,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from commands import main
 
 COMMANDS = {
-    "admission-idle": "reproduce.admission",
-    "audit": "reproduce.live",
     "demo": "reproduce.live",
-    "energy": "reproduce.simulations",
-    "fair-shares": "reproduce.admission",
-    "forecasts": "reproduce.admission",
-    "goodput": "reproduce.admission",
+    "fair-shares": "reproduce.overload",
+    "goodput": "reproduce.overload",
     "hostile-tenant": "reproduce.tenants",
-    "live-tables": "reproduce.live",
-    "local-prefill": "reproduce.prefill",
-    "model-alias": "reproduce.models",
+    "live-table": "reproduce.live",
     "overload": "reproduce.overload",
     "predictor-table": "reproduce.predictors",
     "predictors": "reproduce.predictors",
-    "prefill-tail": "reproduce.prefill",
     "qos": "reproduce.tenants",
     "reference": "reproduce.reference",
-    "request-path": "reproduce.reference",
-    "reservation": "reproduce.simulations",
-    "score-weights": "reproduce.prefill",
     "scale": "reproduce.scale",
-    "scores": "reproduce.prefill",
-    "served-streams": "reproduce.streams",
-    "servegen-trace": "reproduce.simulations",
+    "servegen-trace": "reproduce.traces",
     "simulations": "reproduce.simulations",
     "stream-orders": "reproduce.streams",
-    "turns": "reproduce.turns",
 }
 
 if __name__ == "__main__":

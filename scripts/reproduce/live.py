@@ -1,19 +1,13 @@
-"""Live runs before emulated engines: policies beside what the simulator predicts, and whether an audit is right."""
+"""Live runs before emulated engines: policies beside what the simulator predicts for them."""
 
 import argparse
 import json
-import random
 import subprocess
 import sys
-import time
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from math import inf
 from pathlib import Path
-from signal import SIGINT
 from statistics import fmean, stdev
 from typing import Any, cast
 
@@ -35,9 +29,8 @@ from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.settings import Given, given_by_flags
 from balanceroute.topologies.topology import read_topology
-from balanceroute.traces import TraceRequest, read_trace, write_native
-from bench.targets import KNOWN, ended, started
-from experiment import MOONCAKE, emulated, proxy_before, right, table_head, table_row
+from balanceroute.traces import TraceRequest, read_trace
+from experiment import proxy_before, right, spread, table_head, table_row
 
 # What is compared: heading, figure of the simulator, unit, digits.
 FIGURES = (
@@ -410,11 +403,8 @@ def demo(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     return 1 if any(one.failed for one in lives.values()) else 0
 
 
-SKIP = 5000  # The demo's: what comes before is known to a trained predictor.
-COMPARED = "jsq,least-kv,fifo,br-0,br-h"
 # What single runs do not tell apart: these so often.
 REPEATED, RUNS = "jsq,fifo,br-h", 5
-PREDICTORS = ("none", "survival", "exact-match", "gbdt")
 # Heading, where the figure is, scale, digits; beside it the simulation's, where there is one.
 MEASURED: tuple[tuple[str, str, str | None, float, int], ...] = (
     ("idle % live", "idle_fraction", "idle_fraction", 100.0, 1),
@@ -425,49 +415,14 @@ MEASURED: tuple[tuple[str, str, str | None, float, int], ...] = (
     ("second token p50 s", "ttst_ms_p50", None, 1e-3, 1),
     ("p99 s", "ttst_ms_p99", None, 1e-3, 1),
 )
-# Beside the policies, the one that gives clients the first token when the prefill ends.
-EARLY = ("--policy", "br-h", "--first-token", "prefill")
 
 
 def demo_rows(out: Path, *flags: str) -> list[dict[str, Any]]:
     """Run the demo; return its rows."""
-    words = ["--out", str(out), *flags, "--skip", str(SKIP), "--trace", str(MOONCAKE)]
-    if demo(argparse.ArgumentParser(), words):
+    if demo(argparse.ArgumentParser(), ["--out", str(out), *flags]):
         raise SystemExit("requests failed")
     rows: list[dict[str, Any]] = json.loads((out / "demo.json").read_text())["results"]
     return rows
-
-
-def train_gbdt(out: Path) -> Path:
-    """Train on the requests before the demo's, with the limits that their clients would have set."""
-    # The seed and the API are those of scripts/reproduce demo.
-    before = with_limits(plan(read_trace(MOONCAKE), count=SKIP), seed=0, api=ReplayApi.COMPLETIONS)
-    past, model = out / "before.jsonl", out / "gbdt.json"
-    write_native(past, as_sent(before))
-    words = ["train", "gbdt", "--trace", str(past), "--out", str(model)]
-    subprocess.run([sys.executable, "-m", "balanceroute.proxy", *words], check=True)
-    return model
-
-
-def markdown(heading: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return a table with a row for each name, of all its runs; the first one was simulated best."""
-    headings = [heading]
-    for title, _, simulated, _, _ in MEASURED:
-        headings += [title] if simulated is None else [title, "simulated"]
-    lines = [table_head(headings[0], *right(headings[1:]))]
-    for name, runs in rows.items():
-        cells = [f"`{name}`"]
-        for _, live, simulated, scale, digits in MEASURED:
-            values = [scale * run["live"][live] for run in runs]
-            error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-            cells.append(cell(fmean(values), error, digits))
-            if simulated is not None:
-                mean, spread = (
-                    scale * runs[0][kind][simulated] for kind in ("simulated", "spread")
-                )
-                cells.append(cell(mean, spread, digits))
-        lines.append(table_row(*cells))
-    return "\n".join(lines)
 
 
 def cell(mean: float, plus_minus: float | None, digits: int) -> str:
@@ -476,272 +431,34 @@ def cell(mean: float, plus_minus: float | None, digits: int) -> str:
     return text if plus_minus is None else f"{text} ±{plus_minus:,.{digits}f}"
 
 
-def live_tables(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
-    """The tables of live runs in docs/appendix/live.md and docs/appendix/predictors.md, as Markdown.
+def live_table(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """The table of five live runs in docs/appendix/live.md, as Markdown: 22 minutes.
 
-        python scripts/reproduce live-tables repeated      # docs/appendix/live.md: 22 minutes
-        python scripts/reproduce live-tables policies      # likewise: 9 minutes
-        python scripts/reproduce live-tables predictors    # docs/appendix/predictors.md, "Live": 6 minutes
-
-    Runs scripts/reproduce demo, a policy or a predictor after the other, and prints a table of what it measured and
-    simulated. Nothing else should run on the machine: engines that are late by more than a step measure it.
+    Runs scripts/reproduce demo again and again, and prints what it measured and simulated, a policy a row.
+    Nothing else should run on the machine: engines that are late by more than a step measure it.
     """
-    parser.add_argument("table", choices=("repeated", "policies", "predictors"), help="which one")
-    parser.add_argument("--out", type=Path, default=Path("build/live_tables"), help="for the runs")
-    arguments = parser.parse_args(words)
-    out: Path = arguments.out / arguments.table
-    out.mkdir(parents=True, exist_ok=True)
-    if arguments.table == "repeated":
-        # The simulation is the same each time.
-        simulations = ["10", *["1"] * (RUNS - 1)]
-        runs = [
-            demo_rows(out / str(number), "--policy", REPEATED, "--simulations", count)
-            for number, count in enumerate(simulations)
-        ]
-        table = markdown(
-            "policy", {several[0]["policy"]: several for several in zip(*runs, strict=True)}
-        )
-    elif arguments.table == "policies":
-        rows = {row["policy"]: [row] for row in demo_rows(out, "--policy", COMPARED)}
-        rows[" ".join(EARLY[1:])] = demo_rows(out / "early", *EARLY)
-        table = markdown("policy", rows)
-    else:
-        files = {"gbdt": str(train_gbdt(out))}
-        rows = {}
-        for name in PREDICTORS:
-            flags = ("--policy", "br-h", "--predictor", files.get(name, name), "--simulations", "4")
-            rows[name] = demo_rows(out / name, *flags)
-        table = markdown("`--predictor`", rows)
-    (out / "table.md").write_text(f"{table}\n", encoding="utf-8")
-    print(table)
-    return 0
-
-
-# Whether an audit is right: about what it sees, and about what BR-H would gain.
-
-OTHER = KNOWN["vllm-router"]
-OURS = "br-h"
-RANKS, BATCH, PREFILLERS, IN_FLIGHT = 4, 8, 3, 60
-MODEL = "emulated"
-_WARM_UP_S = 20.0
-_REQUESTS = 20_000
-_PARTS = 12  # Of the tokens that are compared; in three minutes longer than most requests take.
-_COUNT_S = 2.0  # Between two readings of the engines' counters.
-_END_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What the engines count since their start, and when that was."""
-
-    idle_tokens: int
-    capacity_tokens: int
-    output_tokens: int
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What was found behind one router, of one load."""
-
-    audit: dict[str, Any]  # The audit's JSON.
-    counted: list[Counted]  # By the engines meanwhile, in order.
-
-    @property
-    def idle(self) -> float:
-        """The engines' own idle share."""
-        first, last = self.counted[0], self.counted[-1]
-        idle_tokens = last.idle_tokens - first.idle_tokens
-        return idle_tokens / (last.capacity_tokens - first.capacity_tokens)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """What the engines emitted."""
-        first, last = self.counted[0], self.counted[-1]
-        return (last.output_tokens - first.output_tokens) / (last.at_s - first.at_s)
-
-    @property
-    def predicted(self) -> tuple[float, float]:
-        """The gain that the audit predicts for BR-H, and its standard error."""
-        (one,) = [one for one in self.audit["recovery"]["predictions"] if one["policy"] == OURS]
-        return one["gain"], one["error"]
-
-    def reached_s(self, tokens: float) -> float:
-        """Return when the engines had emitted so many tokens."""
-        after = bisect_left(self.counted, tokens, lo=1, key=lambda one: one.output_tokens)
-        last, first = self.counted[after], self.counted[after - 1]
-        share = (tokens - first.output_tokens) / (last.output_tokens - first.output_tokens)
-        return first.at_s + share * (last.at_s - first.at_s)
-
-
-def audit(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Whether an audit is right: about the idle time behind other routers, and about what BR-H would gain.
-
-    For each router: starts emulated engines (3 prefillers, 4 ranks of 8 slots, one barrier) and the router
-    before them, keeps 60 requests outstanding, and runs `balanceroute audit`, which sees the engines' /metrics
-    only. Beside its idle share stands the one that the engines count themselves, and beside the gain that it
-    predicts for BR-H the gain that is then measured with BR-H in the router's place. `jsq` and other policies
-    are this proxy with that policy; vllm-router is installed into build/bench-venv on first use.
-
-    Each load is a list of requests, which every router gets in the same order. The measured gain is how much
-    sooner the same tokens are there, so what happens to be long in one list does not count. With several
-    loads all figures are means over them, and errors follow from the spread between them. One audit takes its
-    minutes and about 50 s.
-    """
-    parser.add_argument("--router", default=f"jsq,{OTHER.name}", metavar="NAME,..")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of each audit")
-    parser.add_argument(
-        "--loads", type=positive, default=1, help="lists of requests, one after the other"
-    )
-    parser.add_argument("--out", type=Path, default=Path("build/audit"))
-    arguments = parser.parse_args(words)
-    routers = arguments.router.split(",")
-    for name in routers:
-        if name != OTHER.name and name not in POLICIES:
-            parser.error(f"--router: {name} is neither {OTHER.name} nor a policy")
-    found: dict[str, list[Found]] = {name: [] for name in [*routers, OURS]}
-    for load in range(arguments.loads):
-        trace = _trace(arguments.out / str(load), load)
-        for name, of_loads in found.items():
-            of_loads.append(_audited(name, trace, arguments.minutes))
-    print(_table(found))
-
-
-def _trace(folder: Path, seed: int) -> Path:
-    """Write requests, a few of which have very long prompts."""
-    rng = random.Random(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "trace.jsonl"
-    lines = []
-    for number in range(_REQUESTS):
-        prompt = min(12_000, round(rng.lognormvariate(6.6, 1.0)))
-        output = 20 + round(rng.expovariate(1 / 80))
-        told = {"arrival_s": number / 100, "prompt_tokens": prompt, "output_tokens": output}
-        lines.append(json.dumps(told) + "\n")
-    path.write_text("".join(lines))
-    return path
-
-
-def _audited(name: str, trace: Path, minutes: float) -> Found:
-    """Audit engines behind a router under load; what was written is beside the trace."""
-    folder = trace.parent / name
-    folder.mkdir(exist_ok=True)
-    command = [f"--prefillers={PREFILLERS}", f"--ranks={RANKS}", f"--batch={BATCH}"]
-    command += ["--kv-capacity=200000", "--max-model-len=16384", "--step-us-per-token=5"]
-    command += ["--prefill-base-ms=1", "--prefill-us-per-token=10", f"--model={MODEL}"]
-    with emulated(command) as urls:
-        prefill, decode = urls["prefill"], urls["decode"]
-        with _router(name, prefill, decode, folder) as url, _loaded(url, decode[0], trace, folder):
-            time.sleep(_WARM_UP_S)
-            found = _audit(prefill, decode, minutes, folder)
-    return found
-
-
-@contextmanager
-def _router(name: str, prefill: list[str], decode: list[str], folder: Path) -> Iterator[str]:
-    """Run a router; yield its URL."""
-    if name == OTHER.name:
-        with started(OTHER, prefill, decode, folder / "router.log", MODEL) as target:
-            yield f"http://127.0.0.1:{target.port}"
-        return
-    flags = [f"--policy={name}", f"--batch={BATCH}"]
-    with proxy_before({"prefill": prefill, "decode": decode}, flags, folder) as proxy:
-        yield f"http://{proxy.host}:{proxy.port}"
-
-
-@contextmanager
-def _loaded(url: str, engine: str, trace: Path, folder: Path) -> Iterator[None]:
-    """Keep a router busy; the engines are told how long answers are, and no router is."""
-    command = [sys.executable, "-m", "balanceroute.proxy", "replay", "--target", url]
-    command += ["--trace", str(trace), "--model", MODEL, "--concurrency", str(IN_FLIGHT)]
-    report = folder / "replay.json"
-    command += ["--emulation", engine, "--json", str(report)]
-    with (folder / "replay.txt").open("wb") as out:
-        client = subprocess.Popen(command, stdout=out, stderr=out)
-        with ended(client):
-            yield
-            if client.poll() is not None:
-                raise SystemExit(f"the load ended too early: {folder / 'replay.txt'}")
-            client.send_signal(SIGINT)
-            client.wait(_END_S)
-    (figures,) = json.loads(report.read_text())["results"]
-    if figures["wrong_lengths"] or figures["errors"]:
-        # Another load than behind the other routers.
-        raise SystemExit(f"requests failed, or answers were not as long as asked: {report}")
-
-
-def _audit(prefill: list[str], decode: list[str], minutes: float, folder: Path) -> Found:
-    """Return what an audit finds, and what the engines count meanwhile."""
-    out = folder / "audit.json"
-    command = [sys.executable, "-m", "balanceroute.proxy", "audit", "--json", str(out)]
-    command += ["--prefill", *prefill, "--decode", *decode]
-    command += ["--minutes", str(minutes), "--interval-s", "0.25"]
-    with (folder / "audit.txt").open("wb") as text:
-        process = subprocess.Popen(command, stdout=text, stderr=text)
-        counted = [_count(decode[0])]
-        # Then it simulates.
-        while counted[-1].at_s < counted[0].at_s + 60.0 * minutes:
-            time.sleep(_COUNT_S)
-            counted.append(_count(decode[0]))
-        if process.wait() != 0:
-            raise SystemExit((folder / "audit.txt").read_text())
-    audit = json.loads(out.read_text())
-    if audit["recovery"] is None:
-        raise SystemExit(f"nothing is predicted: {audit['unknown']}")
-    return Found(audit, counted)
-
-
-def _count(engine: str) -> Counted:
-    at_s = time.monotonic()
-    stats = httpx.get(f"{engine}/emulation/stats", trust_env=False).json()
-    return Counted(stats["idle_tokens"], stats["capacity_tokens"], stats["output_tokens"], at_s)
-
-
-def _table(found: dict[str, list[Found]]) -> str:
-    names = ("idle by the audit", "by the engines", "tokens/s by both")
-    lines = [
-        table_head("router", *right([*names, "BR-H's gain predicted", "measured", "difference"]))
+    parser.add_argument("--out", type=Path, default=Path("build/live_table"), help="for the runs")
+    out: Path = parser.parse_args(words).out
+    # The simulation is the same each time.
+    simulations = ["10", *["1"] * (RUNS - 1)]
+    runs = [
+        demo_rows(out / str(number), "--policy", REPEATED, "--simulations", count)
+        for number, count in enumerate(simulations)
     ]
-    for name, of_loads in found.items():
-        idle = [
-            fmean(one.audit["idle_fraction"] for one in of_loads),
-            fmean(one.idle for one in of_loads),
-        ]
-        audited = fmean(one.audit["output_tokens_per_s"] for one in of_loads)
-        emitted = fmean(one.tokens_per_s for one in of_loads)
-        gains = ["", "", ""] if name == OURS else _gains(of_loads, found[OURS])
-        shares = (f"{100 * share:.1f} %" for share in idle)
-        lines.append(table_row(name, *shares, f"{audited:,.0f} / {emitted:,.0f}", *gains))
-    return "\n".join(lines)
-
-
-def _gains(before: list[Found], after: list[Found]) -> list[str]:
-    """Return BR-H's gain as predicted and as measured, and the difference of the two."""
-    predicted = [one.predicted for one in before]
-    measured = [_measured(*pair) for pair in zip(before, after, strict=True)]
-    gains = [[gain for gain, _ in pairs] for pairs in (predicted, measured)]
-    differences = [told - true for told, true in zip(*gains, strict=True)]
-    if len(before) == 1:
-        return [_percent(*predicted[0]), _percent(*measured[0]), f"{100 * differences[0]:+.1f} %"]
-    return [
-        _percent(fmean(values), stdev(values) / len(values) ** 0.5)
-        for values in (*gains, differences)
+    headings = [
+        one
+        for title, _, simulated, _, _ in MEASURED
+        for one in ([title] if simulated is None else [title, "simulated"])
     ]
-
-
-def _measured(before: Found, after: Found) -> tuple[float, float]:
-    """Return how much sooner the same tokens came, and its standard error by the parts of them."""
-    both = before, after
-    first = max(one.counted[0].output_tokens for one in both)
-    last = min(one.counted[-1].output_tokens for one in both)
-    edges = [first + (last - first) * part / _PARTS for part in range(_PARTS + 1)]
-    took, takes = (
-        [end_s - begin_s for begin_s, end_s in pairwise(map(one.reached_s, edges))] for one in both
-    )
-    ratio = sum(took) / sum(takes)
-    misses = [slow - ratio * quick for slow, quick in zip(took, takes, strict=True)]
-    return ratio - 1.0, stdev(misses) / len(misses) ** 0.5 / fmean(takes)
-
-
-def _percent(gain: float, error: float) -> str:
-    return f"{100 * gain:+.1f} +- {100 * error:.1f} %"
+    lines = [table_head("policy", *right(headings))]
+    for several in zip(*runs, strict=True):
+        cells = [f"`{several[0]['policy']}`"]
+        for _, live, simulated, scale, digits in MEASURED:
+            cells.append(spread([scale * run["live"][live] for run in several], digits))
+            if simulated is not None:
+                mean, plus_minus = (
+                    scale * several[0][kind][simulated] for kind in ("simulated", "spread")
+                )
+                cells.append(cell(mean, plus_minus, digits))
+        lines.append(table_row(*cells))
+    print("\n".join(lines))

@@ -1,18 +1,15 @@
-"""Tenants live: shares and refusals of two, and what one that is hostile does to another."""
+"""Tenants: shares and refusals of two live, and what one that is hostile does to another in virtual time."""
 
 import argparse
 import asyncio
 import json
 import random
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -354,11 +351,8 @@ CASES = {
     "shares": Case(True, False, True),
     "neither": Case(True, False, False),
 }
-COMPARED = ("alone", "limits and shares")
 _WARM_UP_S = 3.0
 _END_S = 200.0
-# Streams that are never read hold no engine for longer.
-_LIVE_END_S = 20.0
 _BOUND = 1.1
 # Of many refusals the log has only how many they were.
 _LEFT_OUT = "refused requests were left out of the log"
@@ -375,95 +369,40 @@ class Outcome:
 
 def measure(case: str, *, requests: int, attacks: int, seed: int = 0) -> Outcome:
     """Return what comes of one of `CASES`."""
-    visits, span_s = _drawn(case, requests, attacks, seed), requests / RATE
+    visits, limit_s = _drawn(case, requests, attacks, seed), requests / RATE + _END_S
     settings = WorldSettings(ENGINES, _flags(case), _tenants(case))
-    world: list[World] = []
+    worlds: list[World] = []
 
     async def play(loop: VirtualLoop) -> None:
-        world.append(World(settings, loop, random.Random(seed)))
-        await world[0].start()
+        world = World(settings, loop, random.Random(seed))
+        worlds.append(world)
+        await world.start()
         await asyncio.sleep(_WARM_UP_S)
-        port = world[0].port
+        begin_s = loop.time()
 
-        def before(visit: Visit) -> None:
-            loop.network.rule("127.0.0.1", port, lambda: visit.link or Link())
+        async def come(visit: Visit) -> None:
+            await asyncio.sleep(begin_s + visit.start_s - loop.time())
+            loop.network.rule("127.0.0.1", world.port, lambda: visit.link or Link())
+            await Client(visit, on_left=lambda _: None).run("127.0.0.1", world.port)
 
-        await _come(visits, "127.0.0.1", port, limit_s=span_s + _END_S, before=before)
-        await world[0].close()
+        _, late = await asyncio.wait(map(loop.create_task, map(come, visits)), timeout=limit_s)
+        for task in late:  # Those that never read.
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        await world.close()
 
     with log_kept() as log:
         run(play, seed=seed, limit_s=100_000.0)
-    ended = (
-        (
-            record.tenant,
-            "none" if record.outcome is None else record.outcome.value,
-            None
-            if record.first_token_ns is None
-            else (record.first_token_ns - record.arrived_ns) / 1e9,
-        )
-        for record in world[0].ended
-    )
-    return _outcome(
-        ended, sum(vars(one)["fields"]["count"] for one in log.records if one.msg == _LEFT_OUT)
-    )
-
-
-def measure_live(case: str, *, requests: int, attacks: int, seed: int, folder: Path) -> Outcome:
-    """Return what comes of one of `CASES` with real processes and sockets."""
-    visits, limit_s = _drawn(case, requests, attacks, seed), requests / RATE + _LIVE_END_S
-    tenants = folder / "tenants.toml"
-    tenants.write_text(_tenants(case), encoding="utf-8")
-    engines = f"--prefillers {ENGINES.prefillers} --ranks {ENGINES.ranks} "
-    engines += f"--batch {ENGINES.batch_limit} --prefill-base-ms {ENGINES.prefill_base_ns / 1e6}"
-    flags = [f"--tenants={tenants}"]
-    flags += [f"--{name.replace('_', '-')}={value}" for name, value in _flags(case).items()]
-    with emulated(engines.split()) as urls, proxy_before(urls, flags, folder) as proxy:
-        uvloop.run(_come(visits, proxy.host, proxy.port, limit_s=limit_s))
-    # The log is whole once the proxy has ended.
-    lines = [json.loads(line) for line in proxy.log.read_text(encoding="utf-8").splitlines()]
-    ended = (
-        (line["tenant"], line["outcome"], line["ttft_s"]) for line in lines if "arrival_s" in line
-    )
-    return _outcome(ended, sum(line["count"] for line in lines if line.get("message") == _LEFT_OUT))
-
-
-async def _come(
-    visits: Iterable[Visit],
-    host: str,
-    port: int,
-    *,
-    limit_s: float,
-    before: Callable[[Visit], None] = lambda _: None,
-) -> None:
-    """Let every visit come at its time, and end those that never read."""
-    loop = asyncio.get_running_loop()
-    begin_s = loop.time()
-
-    async def come(visit: Visit) -> None:
-        await asyncio.sleep(begin_s + visit.start_s - loop.time())
-        before(visit)
-        await Client(visit, on_left=lambda _: None).run(host, port)
-
-    tasks = [loop.create_task(come(visit)) for visit in visits]
-    _, late = await asyncio.wait(tasks, timeout=limit_s)
-    for task in late:
-        task.cancel()
-    await asyncio.gather(*late, return_exceptions=True)
-
-
-def _outcome(ended: Iterable[tuple[str, str, float | None]], left_out: int) -> Outcome:
-    """Return what became of requests, of each its tenant, outcome and time to the first token.
-
-    `left_out` are refused requests of the hostile tenant that are not in `ended`.
-    """
     by_tenant = {"steady": Counter[str](), "hostile": Counter[str]()}
     waits: list[float] = []
-    for tenant, outcome, ttft_s in ended:
-        by_tenant[tenant][outcome] += 1
-        if tenant == "steady" and ttft_s is not None:
-            waits.append(ttft_s)
-    by_tenant["hostile"]["rejected"] += left_out
-    p50, p99 = (float(np.percentile(waits, percent)) for percent in (50, 99))
+    for one in worlds[0].ended:
+        by_tenant[one.tenant]["none" if one.outcome is None else one.outcome.value] += 1
+        if one.tenant == "steady" and one.first_token_ns is not None:
+            waits.append((one.first_token_ns - one.arrived_ns) / 1e9)
+    by_tenant["hostile"]["rejected"] += sum(
+        vars(one)["fields"]["count"] for one in log.records if one.msg == _LEFT_OUT
+    )
+    p50, p99 = np.percentile(waits, [50, 99]).tolist()
     return Outcome((p50, p99), by_tenant["steady"], +by_tenant["hostile"])
 
 
@@ -521,15 +460,10 @@ def _attack(rng: random.Random, number: int, span_s: float) -> Visit:
 def hostile_tenant(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Measures how far a hostile tenant moves another tenant's time to first token.
 
-        scripts/reproduce hostile-tenant --requests 1200 --attacks 10000
-        scripts/reproduce hostile-tenant --live
-
     The whole proxy serves a steady tenant of 20 requests a second before emulated engines. A hostile one sends
     tiny requests, prompts of 60,000 characters, streams that it never reads, and leaves a tenth of them at
     random. Once it has limits and a share, once a share alone, and once neither. In virtual time the proxy's
-    own CPU costs nothing: what is measured is who waits for whom at the engines. With `--live` engines, proxy
-    and clients are processes with real sockets; the machine's other work is then in the figures, so the two
-    cases that are compared, alone and with limits and shares, take turns, `--rounds` times.
+    own CPU costs nothing: what is measured is who waits for whom at the engines.
     """
     parser.add_argument(
         "--requests", type=positive, default=1200, metavar="N", help="of the steady one"
@@ -538,38 +472,22 @@ def hostile_tenant(parser: argparse.ArgumentParser, words: Sequence[str]) -> int
         "--attacks", type=positive, default=10_000, metavar="N", help="of the other"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--live", action="store_true", help="with processes and real sockets")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="of --live")
     arguments = parser.parse_args(words)
     names = ("hostile tenant has", "TTFT p50 s:", "p99 s:", "p99 against alone:", "steady")
     print(table_head(*names, "hostile"))
-    size = {"requests": arguments.requests, "attacks": arguments.attacks}
-    if not arguments.live:
-        ratios = _run(CASES, lambda case: measure(case, seed=arguments.seed, **size))
-        return 1 if ratios["limits and shares"] > _BOUND else 0
-    found: list[float] = []
-    with tempfile.TemporaryDirectory() as name:
-        for number in range(arguments.rounds):
-            seed = arguments.seed + number
-            ratios = _run(COMPARED, partial(measure_live, folder=Path(name), seed=seed, **size))
-            found.append(ratios["limits and shares"])
-    print(f"Median of the rounds: {median(found):.2f}")
-    return 1 if median(found) > _BOUND else 0
-
-
-def _run(cases: Iterable[str], measured: Callable[[str], Outcome]) -> dict[str, float]:
-    """Print a row for each case, the first of which is alone; return each p99 over that one's."""
     ratios: dict[str, float] = {}
     alone = 0.0
-    for case in cases:
-        found = measured(case)
+    for case in CASES:
+        found = measure(
+            case, requests=arguments.requests, attacks=arguments.attacks, seed=arguments.seed
+        )
         p50, p99 = found.ttft_s
         alone = alone or p99
         ratios[case] = p99 / alone
         outcomes = (_listed(found.steady), _listed(found.hostile) or "-")
         times = (f"{p50:.3f}", f"{p99:.3f}", f"{ratios[case]:.2f}")
         print(table_row(case, *times, *outcomes), flush=True)
-    return ratios
+    return 1 if ratios["limits and shares"] > _BOUND else 0
 
 
 def _listed(counts: Counter[str]) -> str:

@@ -1,14 +1,13 @@
 """`kv-token-seconds`: deposits, what is measured, and that tenants pay what they held."""
 
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.core.steady_tenants import Draw, TenantLoad, between, shares
 from tests.extended import usually
-from tests.script import script
 
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.fair_queueing import KvMeter, fair_queueing
@@ -246,15 +245,8 @@ class Settling(RuleBasedStateMachine):
 TestSettling = Settling.TestCase
 
 
-Draw = Callable[[random.Random], int]
-
-
 def bimodal(rng: random.Random) -> int:
     return rng.randint(5, 15) if rng.random() < 0.8 else rng.randint(150, 250)
-
-
-def between(least: int, most: int) -> Draw:
-    return lambda rng: rng.randint(least, most)
 
 
 PROMPTS, ANSWERS, FIXED = between(200, 1000), between(20, 60), between(40, 40)
@@ -278,11 +270,9 @@ MIXES: dict[str, list[tuple[float, Draw, Draw, int]]] = {
 @pytest.mark.parametrize("mix", usually({"bimodal", "three"}, MIXES))
 def test_shares_are_steady_in_windows_of_a_second(mix: str, pool: int) -> None:
     """The first tenant's share of what all hold, in percent, against that of its weight."""
-    module = script("reproduce.admission")
-    loads = [module.TenantLoad(name, *of) for name, of in zip("abc", MIXES[mix], strict=False)]
-    held = module.steady_of("kv-token-seconds", pool, 0, loads)
+    loads = [TenantLoad(name, *of) for name, of in zip("abc", MIXES[mix], strict=False)]
     due = 100 * loads[0].weight / sum(load.weight for load in loads)
-    second, ten = (100 * module.shares_in(held, window_s, 20) for window_s in (1, 10))
+    second, ten = shares(pool, loads, 1, 10)
     assert len(second) > 20
     assert second.std() <= 7.0
     assert np.abs(second - due).max() <= 24.0
@@ -291,14 +281,13 @@ def test_shares_are_steady_in_windows_of_a_second(mix: str, pool: int) -> None:
 
 @pytest.mark.parametrize("pool", usually({8}, [8, 24]))
 def test_shares_of_answers_that_grow_beyond_their_prompts_do_not_swing(pool: int) -> None:
-    module = script("reproduce.admission")
     loads = [
-        module.TenantLoad(name, weight, between(10, 50), between(50, 250), 300)
+        TenantLoad(name, weight, between(10, 50), between(50, 250), 300)
         for name, weight in (("gold", 2.0), ("silver", 1.0))
     ]
-    shares = 100 * module.shares_in(module.steady_of("kv-token-seconds", pool, 0, loads), 10, 20)
-    assert shares.std() <= 8.0
-    assert 45.0 <= shares.min() <= shares.max() <= 88.0
+    (ten,) = shares(pool, loads, 10)
+    assert ten.std() <= 8.0
+    assert 45.0 <= ten.min() <= ten.max() <= 88.0
 
 
 def test_a_tenant_that_joins_gets_its_share_and_one_that_leaves_takes_nothing_along() -> None:

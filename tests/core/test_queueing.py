@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.core.steady_tenants import TenantLoad, between, shares
 from tests.extended import usually
-from tests.script import script
 
 from balanceroute.predictors import Survival
 from balanceroute.proxy.core.events import (
@@ -642,9 +642,11 @@ def test_what_leaves_its_rank_in_any_way_is_held_no_more() -> None:
 @pytest.mark.parametrize("pool", usually({24}, [8, 24]))
 def test_shares_are_steady_however_long_requests_stay(pool: int) -> None:
     """Of weights 2 and 1, with stays of 20 s: it takes that long until a choice is made good."""
-    module = script("reproduce.admission")
-    held = module.steady_of("kv-token-seconds", pool, 0, module.steady_loads((200, 600)))
-    second, ten = (100 * module.shares_in(held, window_s, 20) for window_s in (1, 10))
+    loads = [
+        TenantLoad(name, weight, between(200, 1000), between(200, 600), 500)
+        for name, weight in (("gold", 2.0), ("silver", 1.0))
+    ]
+    second, ten = shares(pool, loads, 1, 10)
     assert second.std() <= 5.0
     assert 50.0 <= second.min() <= second.max() <= 82.0
     assert 55.0 <= ten.min() <= ten.max() <= 78.0
