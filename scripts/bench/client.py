@@ -8,15 +8,12 @@ import asyncio
 import json
 import random
 import re
-import socket
 import time
 from typing import Any, cast
 
 import uvloop
 
 _CONTENT = re.compile(rb'"content":"(\d+)\.(\d+)"')
-# Of one who reads slowly: else the kernel takes whole streams from the sender.
-_SMALL_BUFFER = 4_096
 
 
 class Load:
@@ -27,7 +24,6 @@ class Load:
         self.stream = arguments.tokens > 0
         self._tokens: int = arguments.tokens
         self._mixed = random.Random(0) if arguments.mixed else None
-        self.rest_s: float = arguments.rest_ms / 1e3
         self._prompt = "t" * arguments.prompt_bytes
         self._requests: dict[int, bytes] = {}
         self.running = 0
@@ -97,8 +93,6 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now_ns = time.monotonic_ns()
-        if self._load.rest_s:
-            self._rest()
         if self._left == 0 and self._seen == 0 and self._head is not None:
             self._head += data
             head, mark, data = self._head.partition(b"\r\n\r\n")
@@ -111,13 +105,6 @@ class Connection(asyncio.Protocol):
             self._left -= len(data)
             if self._left == 0:
                 self._end(now_ns)
-
-    def _rest(self) -> None:
-        """Read nothing for some time."""
-        assert self._transport is not None
-        self._transport.pause_reading()
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._load.rest_s, self._transport.resume_reading)
 
     def _open(self, head: bytes) -> None:
         self._head = None  # type: ignore[assignment]
@@ -178,16 +165,9 @@ async def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     async def connect(number: int) -> None:
         nonlocal failed
-        if arguments.opened_per_s:
-            await asyncio.sleep(number / arguments.opened_per_s)
+        port = arguments.port[number % len(arguments.port)]
         try:
-            taken = socket.socket()
-            taken.setblocking(False)
-            if load.rest_s:
-                taken.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
-            address = "127.0.0.1", arguments.port[number % len(arguments.port)]
-            await loop.sock_connect(taken, address)
-            await loop.create_connection(lambda: Connection(load), sock=taken)
+            await loop.create_connection(lambda: Connection(load), "127.0.0.1", port)
         except OSError:
             failed += 1
 
@@ -222,7 +202,6 @@ def main() -> None:
         "--port", type=int, nargs="+", required=True, help="of several each has its connections"
     )
     parser.add_argument("--connections", type=int, default=1)
-    parser.add_argument("--opened-per-s", type=float, default=0.0, help="0: all at once")
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=0, help="0: one token, not streamed")
     parser.add_argument(
@@ -230,7 +209,6 @@ def main() -> None:
         action="store_true",
         help="lengths between 1 and twice --tokens, as many on average",
     )
-    parser.add_argument("--rest-ms", type=float, default=0.0, help="after each read")
     parser.add_argument("--prompt-bytes", type=int, default=64)
     print(json.dumps(uvloop.run(_run(parser.parse_args()))), flush=True)
 

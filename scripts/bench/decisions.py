@@ -1,7 +1,6 @@
 """What one scheduling decision costs."""
 
 import argparse
-import json
 import random
 import time
 from collections import defaultdict
@@ -25,19 +24,15 @@ from balanceroute.proxy.core.events import (
     Ticket,
 )
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.rank_memory import RankMemory
-from balanceroute.proxy.core.scheduler import Intake, Scheduler
+from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.lab.sim.workload import playable
 from balanceroute.proxy.live.process_edge import settle_memory
 from balanceroute.traces import TraceRequest, read_trace
 from experiment import MOONCAKE, SERVEGEN, right, table_head, table_row
 
 TRACE, LONG_TRACE = MOONCAKE, SERVEGEN
-# So much that the batch limit decides: every rank with a slot is looked at, and takes a request.
-SLOT_KV_TOKENS = 40_000
 # Ranks, batch limit, pool, and the p99 that the total may cost, in ms.
 SHAPES = ((8, 16, 64, 1), (16, 64, 256, 2), (144, 64, 1024, 8), (320, 128, 4096, 20))
-BLOCK_TOKENS = 512
 BURST = 1000
 BURST_SHAPES = SHAPES[2:]
 STEADY, IN_BURSTS, LONG = "steady", f"{BURST:,} at once", "long outputs"
@@ -57,8 +52,6 @@ class Bench:
         batch: B.
         pool: Requests that wait.
         horizon: H.
-        quantile: See `PolicySettings.kv_peak_quantile`.
-        affinity: See `PolicySettings.prefix_affinity`.
         trace: Where requests come from.
         warm_up: Steps before the timed ones.
     """
@@ -69,9 +62,7 @@ class Bench:
         batch: int,
         pool: int,
         horizon: int,
-        quantile: float | None = None,
         *,
-        affinity: float = 0.0,
         trace: Path = TRACE,
         warm_up: int = WARM_UP_STEPS,
     ) -> None:
@@ -83,18 +74,11 @@ class Bench:
         slots = ranks * batch
         # What a step finds running is biased to long outputs and caught in the middle of its life.
         running = rng.choices(requests, [r.output_tokens for r in requests], k=slots)
-        settings = PolicySettings(
-            horizon_steps=horizon, kv_peak_quantile=quantile, prefix_affinity=affinity
-        )
+        settings = PolicySettings(horizon_steps=horizon)
         predictor = Survival(request.output_tokens for request in requests)
-        capacity = None if quantile is None else SLOT_KV_TOKENS * batch
-        parts = PolicyInputs(ranks, batch, settings, rng, predictor, self._on_stage, capacity)
-        self.policy = make_policy("br-h", parts)  # BR-H.
-        config = SchedulerConfig(ranks=ranks, batch_limit=batch, rank_kv_tokens=capacity)
-        # As many as a rank of that batch holds.
-        memory = RankMemory(lambda: SLOT_KV_TOKENS * batch) if affinity else None
-        self._scheduler = Scheduler(config, self.policy, intake=Intake(memory=memory))
-        self._has_blocks = memory is not None
+        parts = PolicyInputs(ranks, batch, settings, rng, predictor, self._on_stage)
+        self.policy = make_policy("br-h", parts)
+        self._scheduler = Scheduler(SchedulerConfig(ranks=ranks, batch_limit=batch), self.policy)
         self._arrived = 0
         self._step = 0
         self._rng = rng
@@ -174,8 +158,7 @@ class Bench:
         request = RequestId(self._arrived)
         self._arrived += 1
         self._waiting[request] = output_tokens
-        blocks = traced.hash_ids if self._has_blocks else ()
-        ticket = Ticket(traced.prompt_tokens, blocks=blocks, block_tokens=BLOCK_TOKENS)
+        ticket = Ticket(traced.prompt_tokens)
         self._scheduler.handle(RequestArrived(request, ticket), now_ns=0)
         self._scheduler.handle(PrefillDone(request, traced.prompt_tokens), now_ns=0)
 
@@ -193,15 +176,10 @@ class Bench:
 def dispatch(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """What one scheduling decision costs, by stage.
 
-        python scripts/bench dispatch [--steps N] [--bursts N] [--kv-peak-quantile Q]
-            [--prefix-affinity PRICE] [--only TEXT] [--json OUT]
-
     Each row keeps G ranks of B slots saturated with requests of a public trace and a constant number of
     them in the pool, and times on one core every decode step that frees a slot: the projection's advance
     (predictions that fell due included), the decision's view of it, Stage 1, Stage 2, and the rest of
-    the scheduler (ledger, life cycles, pool). The total is what such a step costs the proxy. With
-    `--kv-peak-quantile` the room of every rank that has a slot counts as projection. With `--prefix-affinity`
-    ranks are known by the blocks of the trace's prompts, 14 of 512 tokens in the median.
+    the scheduler (ledger, life cycles, pool). The total is what such a step costs the proxy.
 
     The rows of bursts time steps in which 1,000 requests drawn at random end together, so that one
     decision makes 1,000 admissions; five steps lie between two of them. The rows of long outputs are of
@@ -213,14 +191,10 @@ def dispatch(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--steps", type=positive, default=1000, help="timed steps per shape")
     parser.add_argument("--bursts", type=positive, default=100, help="timed bursts per shape")
     parser.add_argument("--horizon", type=int, default=80, metavar="H")
-    parser.add_argument("--kv-peak-quantile", type=float, metavar="Q")
-    parser.add_argument("--prefix-affinity", type=float, default=0.0, metavar="PRICE")
     parser.add_argument("--only", default="", metavar="TEXT", help="loads with this in their name")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args(words)
     print(f"br-h, survival, H = {arguments.horizon}: ms per decode step, p50 / p99\n")
     print(table_head(*right(("G", "B", "pool")), "load", *right((*STAGES, "p99 goal"))))
-    rows = []
     settle_memory()
     loads = {STEADY: SHAPES, IN_BURSTS: BURST_SHAPES, LONG: LONG_SHAPES}
     plan = [(load, shape) for load, shapes in loads.items() for shape in shapes]
@@ -233,8 +207,6 @@ def dispatch(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
             batch,
             pool,
             arguments.horizon,
-            arguments.kv_peak_quantile,
-            affinity=arguments.prefix_affinity,
             trace=LONG_TRACE if is_long else TRACE,
             warm_up=LONG_WARM_UP_STEPS if is_long else WARM_UP_STEPS,
         )
@@ -246,9 +218,5 @@ def dispatch(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
             stage: [float(f) for f in np.percentile(bench.samples[stage], [50, 99])]
             for stage in STAGES
         }
-        shape = {"ranks": ranks, "batch": batch, "pool": pool, "load": load, "goal_ms": goal}
-        rows.append(shape | figures)
         times = (f"{figures[stage][0]:.2f} / {figures[stage][1]:.2f}" for stage in STAGES)
         print(table_row(ranks, batch, pool, load, *times, f"{goal} ms"), flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

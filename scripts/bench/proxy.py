@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,15 +23,14 @@ from bench.targets import (
     ROOT,
     Engine,
     Target,
+    balanceroute,
     checkout,
     cpu_s,
     engine,
-    interpreter,
     on_cores,
     router,
     rss_mb,
-    targets,
-    variants,
+    started,
 )
 from experiment import right, table_head, table_row
 
@@ -47,28 +47,25 @@ class Load:
     latency: str  # "transit_us" of events, or "first_us" of requests.
 
 
-def loads(*, quick: bool, stalled: bool = False) -> list[Load]:
-    """Return the loads; those for a proxy that stalls are so long that few events are a stream's first."""
+def loads(*, quick: bool) -> list[Load]:
+    """Return the loads."""
     part = 4 if quick else 1
 
     def of(name: str, unit: str, latency: str, *more: str, **flags: int) -> Load:
         words = [(f"--{key.replace('_', '-')}", str(value)) for key, value in flags.items()]
         return Load(name, (*(word for pair in words for word in pair), *more), unit, latency)
 
-    def streams(count: int, tokens: int, what: str = "streams", **flags: int) -> Load:
-        flags |= {"connections": count, "requests": count, "tokens": tokens // part}
-        return of(f"{count:,} {what}", "events", "transit_us", **flags)
+    def streams(count: int, tokens: int) -> Load:
+        flags = {"connections": count, "requests": count, "tokens": tokens // part}
+        return of(f"{count:,} streams", "events", "transit_us", **flags)
 
     def requests(name: str, connections: int, count: int, *more: str, **flags: int) -> Load:
         flags |= {"connections": connections, "requests": count}
         return of(name, "requests", "first_us", *more, **flags)
 
-    if stalled:
-        return [streams(64, 1500)]
     return [
         streams(256, 200),
         streams(1024, 100),
-        streams(256, 400, "slow readers", rest_ms=1_000),
         requests("1 token", 16, 6000 // part),
         # With many in flight their wake-ups are shared.
         requests("1 token, 64 in flight", 64, 6000 // part),
@@ -171,9 +168,6 @@ def _ratios(rows: Rows, key: str, one: str, other: str) -> str:
     return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-_STEP_MS = 20.0
-
-
 def proxy(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """What the proxy costs, side by side with other routers, another checkout of itself, and no proxy.
 
@@ -185,8 +179,7 @@ def proxy(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     _add_flags(parser)
     arguments = parser.parse_args(words)
     repeats = 2 if arguments.quick else arguments.repeats
-    all_loads = loads(quick=arguments.quick, stalled=arguments.stalled)
-    plan = [load for load in all_loads if arguments.only in load.name]
+    plan = [load for load in loads(quick=arguments.quick) if arguments.only in load.name]
     cores = sorted(os.sched_getaffinity(0))
     own, others = (cores[:1], cores[1:]) if arguments.pin else (cores, cores)
     if not others:
@@ -198,15 +191,22 @@ def proxy(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         routers = []
     flags = ["--policy", arguments.policy, "--predictor", arguments.predictor]
     flags += ["--batch", str(arguments.slots), "--pool-limit", "4096"]
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-proxy-") as logs,
-        on_cores(others),
-        engine(arguments.step_ms, ranks=arguments.ranks, slots=arguments.slots) as behind,
-        on_cores(own),
-        targets(behind, variants(arguments, flags), routers, Path(logs)) as all_targets,
-        on_cores(others),
-    ):
-        rows = _run(plan, all_targets, behind, repeats)
+    with ExitStack() as stack:
+        run = stack.enter_context
+        logs = Path(run(tempfile.TemporaryDirectory(prefix="bench-proxy-")))
+        run(on_cores(others))
+        behind = run(engine(arguments.step_ms, ranks=arguments.ranks, slots=arguments.slots))
+        with on_cores(own):
+            found = [run(balanceroute(OURS, flags, behind, logs / "0"))]
+            if arguments.against is not None:
+                name = f"proxy of {arguments.against.parent.name}"
+                found.append(run(balanceroute(name, flags, behind, logs / "1", arguments.against)))
+            for number, name in enumerate(arguments.also, 2):
+                more = [*flags, *(f"--{one}" for one in name.split())]
+                found.append(run(balanceroute(name, more, behind, logs / str(number))))
+            urls = [behind.prefill_url], behind.decode_urls
+            found += [run(started(one, *urls, logs / one.name)) for one in routers]
+        rows = _run(plan, [*found, behind.direct], behind, repeats)
     report(rows, plan, policy=arguments.policy, ranks=arguments.ranks, slots=arguments.slots)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
@@ -214,44 +214,24 @@ def proxy(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=positive, default=5, metavar="N")
-    parser.add_argument("--policy", default="br-h", help="of balanceroute")
-    parser.add_argument("--predictor", default="survival", help="of br-h")
-    parser.add_argument(
-        "--ranks",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="decode ranks (default: 1, where nothing is chosen)",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--repeats", type=positive, default=5, metavar="N")
+    add("--policy", default="br-h", help="of balanceroute")
+    add("--predictor", default="survival", help="of br-h")
+    add("--ranks", type=positive, default=1, metavar="N", help="decode ranks; of 1 none is chosen")
+    add(
         "--slots",
         type=positive,
         default=2048,
         metavar="N",
-        help="streams at a time on each rank; others wait, in balanceroute's pool or in the engine "
-        "(default: 2048, room for every load)",
+        help="streams at a time on each rank; others wait, in balanceroute's pool or in the engine",
     )
-    parser.add_argument(
-        "--step-ms",
-        type=float,
-        default=_STEP_MS,
-        metavar="MS",
-        help="of the engine between a stream's events ; with 1 there are no pauses",
-    )
-    parser.add_argument("--quick", action="store_true", help="a quarter of the load, 2 repeats")
-    parser.add_argument("--only", default="", metavar="TEXT", help="loads with this in their name")
-    parser.add_argument(
-        "--pin",
-        action="store_true",
-        help="run the proxies on the first core, the engine and the clients on the others",
-    )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures as JSON")
-    _add_targets(parser)
-
-
-def _add_targets(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add("--step-ms", type=float, default=20.0, metavar="MS", help="between a stream's events")
+    add("--quick", action="store_true", help="a quarter of the load, 2 repeats")
+    add("--only", default="", metavar="TEXT", help="loads with this in their name")
+    add("--pin", action="store_true", help="the proxies on the first core, all else on the others")
+    add("--json", type=Path, metavar="OUT", help="write all figures as JSON")
+    add(
         "--router",
         type=router,
         action="append",
@@ -260,35 +240,16 @@ def _add_targets(parser: argparse.ArgumentParser) -> None:
         "{port}, {metrics_port}, {prefill} and {decode} stand for ports and URLs, and a word with {decode} or "
         "{prefill} is repeated for each; may be given more than once",
     )
-    parser.add_argument("--no-router", action="store_true", help="without any other router")
-    parser.add_argument(
-        "--without-native",
-        action="store_true",
-        help="balanceroute with --native off too: all others use the native library, if it is installed",
-    )
-    parser.add_argument(
-        "--native-threads",
-        type=positive,
+    add("--no-router", action="store_true", help="without any other router")
+    add(
+        "--with",
+        dest="also",
         action="append",
         default=[],
-        metavar="N",
-        help="balanceroute with so many threads of the native library too; may be given more than once",
+        metavar="NAME=VALUE ..",
+        help="balanceroute with these flags of `serve` too, as native=off; may be given more than once",
     )
-    parser.add_argument(
-        "--stalled",
-        action="store_true",
-        help="long streams alone, and balanceroute too with a thread that holds Python for 50 ms ten times a second",
-    )
-    parser.add_argument(
-        "--python",
-        type=interpreter,
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="balanceroute run by another interpreter too, which has the packages that it needs; "
-        "may be given more than once",
-    )
-    parser.add_argument(
+    add(
         "--against",
         type=checkout,
         metavar="TREE",

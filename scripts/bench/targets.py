@@ -3,18 +3,20 @@
 import argparse
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from http.client import HTTPConnection
 from pathlib import Path
 from socket import create_server
 from typing import Any
+
+import httpx
 
 from checks.fleet import environment
 
@@ -57,25 +59,17 @@ def free_port() -> int:
         return port
 
 
-def wait_until_it_answers(port: int, path: str, body: bytes) -> None:
+def wait_until_it_answers(url: str, body: bytes) -> None:
     """Wait until a server answers a request with a status of 2xx."""
+    headers, status = {"content-type": "application/json"}, 0
     deadline_s = time.monotonic() + _START_S
-    while (status := _status(port, path, body)) // 100 != 2:
+    while status // 100 != 2:
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"port {port} answers {path} with status {status}")
+            raise TimeoutError(f"{url} answers with status {status}")
         time.sleep(0.1)
-
-
-def _status(port: int, path: str, body: bytes) -> int:
-    """Return the status of an answer; 0 for none."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=5.0)
-    try:
-        connection.request("POST", path, body, {"content-type": "application/json"})
-        return connection.getresponse().status
-    except OSError:
-        return 0
-    finally:
-        connection.close()
+        with suppress(httpx.TransportError):
+            answer = httpx.post(url, content=body, headers=headers, timeout=5.0, trust_env=False)
+            status = answer.status_code
 
 
 def cpu_s(pid: int) -> float:
@@ -89,14 +83,8 @@ def cpu_s(pid: int) -> float:
 
 def rss_mb(process: Process) -> float:
     """Return the resident memory of a process and its children, in MB."""
-    return sum(_rss_mb(pid) for pid in family(process.pid))
-
-
-def _rss_mb(pid: int) -> float:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
+    pages = (Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in family(process.pid))
+    return sum(map(int, pages)) * resource.getpagesize() / 2**20
 
 
 def family(pid: int) -> list[int]:
@@ -107,25 +95,9 @@ def family(pid: int) -> list[int]:
     return [pid, *(one for child in children for one in family(child))]
 
 
-# What the load is sent to: this proxy, another checkout of it, other routers, and the engine
-# itself.
-
 ROOT = Path(__file__).parents[2]
 OURS = "balanceroute"
 DIRECT = "direct"
-# Runs `balanceroute` with a thread that stands in its way. Ten times a second it holds Python's interpreter lock
-# for 50 ms, as a long garbage collection or a large computation does. It sleeps meanwhile, so that it takes no core
-# from anybody: what a stream then waits for is Python, not a processor.
-STALLING = """
-import ctypes, runpy, threading, time
-usleep = ctypes.PyDLL(None).usleep  # Of a PyDLL, calls keep the lock.
-def stall():
-    while True:
-        time.sleep(0.05)
-        usleep(50_000)
-threading.Thread(target=stall, daemon=True).start()
-runpy.run_module("balanceroute.proxy", run_name="__main__")
-"""
 _VENV = ROOT / "build" / "bench-venv"
 
 
@@ -177,25 +149,6 @@ class Router:
     package: str = ""  # What to install for it, if its program is not there.
 
 
-@dataclass(frozen=True, slots=True)
-class Interpreter:
-    """Another Python, which runs this proxy again."""
-
-    path: Path  # The program.
-    version: str  # What it says it is.
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A proxy of this repository, and how it is run."""
-
-    name: str  # For the table.
-    flags: list[str]  # Of `serve`.
-    source: Path = ROOT / ".src"  # What it imports.
-    python: Path | None = None  # None for this interpreter.
-    program: tuple[str, str] = ("-m", "balanceroute.proxy")
-
-
 KNOWN = {
     "vllm-router": Router(
         "vllm-router",
@@ -235,15 +188,6 @@ def checkout(text: str) -> Path:
     return source
 
 
-def interpreter(text: str) -> Interpreter:
-    """Return a Python that can be run."""
-    try:
-        said = subprocess.run([text, "-V"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise argparse.ArgumentTypeError(f"{text} is no interpreter: {error}") from None
-    return Interpreter(Path(text), said.stdout.strip())
-
-
 @contextmanager
 def engine(step_ms: float, *, ranks: int = 1, slots: int | None = None) -> Iterator[Engine]:
     """Run the engine, with so many decode ranks, each of so many streams at a time."""
@@ -257,77 +201,22 @@ def engine(step_ms: float, *, ranks: int = 1, slots: int | None = None) -> Itera
         yield Engine(prefill, tuple(decode), process)
 
 
-def variants(arguments: argparse.Namespace, flags: list[str]) -> list[Variant]:
-    """Return the proxies of this repository that a command line asks for: this one, and others beside it."""
-    found = [Variant(OURS, flags)]
-    if arguments.against is not None:
-        name = f"proxy of {arguments.against.parent.name}"
-        found.append(Variant(name, flags, source=arguments.against))
-    if arguments.stalled:
-        found.append(Variant("stalled", flags, program=("-c", STALLING)))
-    if arguments.without_native:
-        found.append(Variant("native off", [*flags, "--native", "off"]))
-    for count in arguments.native_threads:
-        threads = ["--native", "require", "--native-threads", str(count)]
-        found.append(Variant(f"{count} native thread{'s' * (count > 1)}", [*flags, *threads]))
-    for name, one in by_name(arguments.python).items():
-        found.append(Variant(name, flags, python=one.path))
-    return found
-
-
 @contextmanager
-def targets(
-    engine: Engine,
-    variants: Sequence[Variant],
-    routers: Sequence[Router],
-    logs: Path,
-) -> Iterator[list[Target]]:
-    """Start proxies and other routers, each with a log of its own in a folder; yield them and the engine."""
-    with ExitStack() as stack:
-        run = stack.enter_context
-        found = [
-            run(balanceroute(one, engine, logs / str(number)))
-            for number, one in enumerate(variants)
-        ]
-        found += [
-            run(started(one, [engine.prefill_url], engine.decode_urls, logs / one.name))
-            for one in routers
-        ]
-        yield [*found, engine.direct]
-
-
-@contextmanager
-def balanceroute(one: Variant, engine: Engine, log: Path) -> Iterator[Target]:
-    """Run one of the proxies of this repository."""
-    command = [
-        str(one.python or sys.executable),
-        *one.program,
-        "serve",
-        "--port",
-        "0",
-        "--no-admin",
-    ]
-    command += ["--log", str(log), *one.flags]
-    command += ["--prefill", engine.prefill_url, "--decode", *engine.decode_urls]
-    environment = os.environ | {"PYTHONPATH": str(one.source)}
-    with ExitStack() as stack:
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdout=pipe, text=True, env=environment)
-        stack.enter_context(ended(process))
+def balanceroute(
+    name: str, flags: Sequence[str], engine: Engine, log: Path, source: Path = ROOT / ".src"
+) -> Iterator[Target]:
+    """Run a proxy of this repository, or of the checkout whose `source` that is."""
+    command = [sys.executable, "-m", "balanceroute.proxy", "serve", "--port", "0", "--no-admin"]
+    command += ["--log", str(log), *flags, "--prefill", engine.prefill_url]
+    command += ["--decode", *engine.decode_urls]
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    pipe = subprocess.PIPE
+    with ended(subprocess.Popen(command, stdout=pipe, text=True, env=environment)) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
         if not said:
-            raise SystemExit(f"{one.name} does not start: {command[0]} says why above")
-        yield Target(one.name, int(said.rsplit(":", 1)[1]), process)
-
-
-def by_name(pythons: Sequence[Interpreter]) -> dict[str, Interpreter]:
-    """Return each interpreter by its version, and by its path too where another one says the same."""
-    versions = [one.version for one in pythons]
-    return {
-        one.version if versions.count(one.version) == 1 else f"{one.version}, {one.path}": one
-        for one in pythons
-    }
+            raise SystemExit(f"{name} does not start: it says why above")
+        yield Target(name, int(said.rsplit(":", 1)[1]), process)
 
 
 @contextmanager
@@ -353,7 +242,7 @@ def started(
         ended(subprocess.Popen([program, *flags], stdout=out, stderr=out)) as process,
     ):
         body = json.dumps({"model": model, "prompt": "t", "max_tokens": 1}).encode()
-        wait_until_it_answers(port, "/v1/completions", body)
+        wait_until_it_answers(f"{_url(port)}/v1/completions", body)
         yield Target(one.name, port, process)
 
 
