@@ -5,7 +5,7 @@ import heapq
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -103,49 +103,29 @@ def _least(cells: Sequence[int], key: Callable[[int], float], rng: random.Random
     return min(cells, key=lambda cell: (key(cell), rng.random()))
 
 
-def _at_random(gateway: Gateway, cells: Sequence[int], rng: random.Random) -> int:
-    del gateway
-    return rng.choice(cells)
-
-
-def _in_turn(gateway: Gateway, cells: Sequence[int], rng: random.Random) -> int:
-    del rng
+def _in_turn(gateway: Gateway, cells: Sequence[int], _: random.Random) -> int:
     gateway.turn += 1
     return cells[gateway.turn % len(cells)]
 
 
-def _of_two(gateway: Gateway, cells: Sequence[int], rng: random.Random) -> int:
-    return _least(rng.sample(cells, min(2, len(cells))), gateway.own.__getitem__, rng)
-
-
-def _fewest(gateway: Gateway, cells: Sequence[int], rng: random.Random) -> int:
-    return _least(cells, gateway.own.__getitem__, rng)
-
-
-def _least_page(gateway: Gateway, cells: Sequence[int], rng: random.Random) -> int:
-    return _least(cells, gateway.shown, rng)
-
-
-def _page_and_own(gateway: Gateway, cells: Sequence[int], rng: random.Random) -> int:
-    return _least(rng.sample(cells, min(DRAWN, len(cells))), gateway.counted, rng)
-
-
 def _by_wanted(gateway: Gateway, cells: Sequence[int], rng: random.Random) -> int:
     # Four fifths of what is wanted are at work: the rest of a cell's ranks is free.
-    free = [
-        max(0.02 * page.ranks, page.ranks - 0.8 * page.wanted)
-        for page in map(gateway.pages.__getitem__, cells)
-    ]
+    pages = map(gateway.pages.__getitem__, cells)
+    free = [max(0.02 * page.ranks, page.ranks - 0.8 * page.wanted) for page in pages]
     return rng.choices(cells, free)[0]
 
 
 PICKERS: Mapping[str, Picker] = {
-    "random": _at_random,
+    "random": lambda _, cells, rng: rng.choice(cells),
     "round-robin": _in_turn,
-    "power-of-two": _of_two,
-    "least-load": _fewest,
-    "page": _least_page,
-    "page-and-own": _page_and_own,
+    "power-of-two": lambda gateway, cells, rng: _least(
+        rng.sample(cells, min(2, len(cells))), gateway.own.__getitem__, rng
+    ),
+    "least-load": lambda gateway, cells, rng: _least(cells, gateway.own.__getitem__, rng),
+    "page": lambda gateway, cells, rng: _least(cells, gateway.shown, rng),
+    "page-and-own": lambda gateway, cells, rng: _least(
+        rng.sample(cells, min(DRAWN, len(cells))), gateway.counted, rng
+    ),
     "wanted": _by_wanted,
 }
 
@@ -234,10 +214,22 @@ class Found:
     spread: float  # Requests sent to the cell with the most for each rank, over the mean.
     cut: float  # Share of the requests in flight that were lost with the cell.
     refused: float  # Share of those sent until it was noticed that went there.
-    after_s: (
-        float  # The median time to the first token of who came in the first window after the loss.
-    )
+    after_s: float  # Median time to the first token of who came in the first window after the loss.
     back_s: float  # After the loss, the end of the last window whose median was not back.
+
+
+# Of each figure of `Found`: heading, unit, digits.
+COLUMNS = (
+    ("tokens/s", 1.0, 0),
+    ("TTFT p50 s", 1.0, 2),
+    ("TTFT p99 s", 1.0, 2),
+    ("idle %", 100.0, 1),
+    ("fullest / mean", 1.0, 2),
+    ("cut %", 100.0, 1),
+    ("refused %", 100.0, 1),
+    ("p50 after loss s", 1.0, 2),
+    ("back after s", 1.0, 0),
+)
 
 
 class World:
@@ -347,17 +339,17 @@ class World:
         medians, limit = self._medians_s(arrived, took), BACK * float(p50)
         ratios = [sent / site.ranks_of(cell) for cell, sent in enumerate(self._sent)]
         ranks = sum(map(site.ranks_of, range(site.cells)))
+        late = [place for place, one in enumerate(medians) if one > limit]
         return Found(
-            sum(one.tokens for one in accounts) / (site.lost_s - site.warm_s),
-            float(p50),
-            float(p99),
-            sum(one.idle for one in accounts) / sum(one.capacity for one in accounts),
-            max(ratios) * ranks / sum(self._sent),
-            self._cut,
-            self._refused / self._tried,
-            medians[0],
-            WINDOW_S
-            * max((place + 1 for place, one in enumerate(medians) if one > limit), default=0),
+            tokens_per_s=sum(one.tokens for one in accounts) / (site.lost_s - site.warm_s),
+            ttft_p50_s=float(p50),
+            ttft_p99_s=float(p99),
+            idle=sum(one.idle for one in accounts) / sum(one.capacity for one in accounts),
+            spread=max(ratios) * ranks / sum(self._sent),
+            cut=self._cut,
+            refused=self._refused / self._tried,
+            after_s=medians[0],
+            back_s=WINDOW_S * (late[-1] + 1 if late else 0),
         )
 
     def _medians_s(self, arrived: "np.ndarray", took: "np.ndarray") -> list[float]:
@@ -382,18 +374,11 @@ def arrivals(site: Site, seed: int) -> list[TraceRequest]:
 
 def table(found: Mapping[str, Found]) -> str:
     """Return a row for each picker."""
-    names = (
-        *("tokens/s", "TTFT p50 s", "TTFT p99 s", "idle %", "fullest / mean"),
-        *("cut %", "refused %", "p50 after loss s", "back after s"),
-    )
-    lines = [table_head("picker", *right(names))]
+    lines = [table_head("picker", *right([heading for heading, _, _ in COLUMNS]))]
     for name, one in found.items():
-        figures = (
-            *(f"{one.tokens_per_s:,.0f}", f"{one.ttft_p50_s:.2f}", f"{one.ttft_p99_s:.2f}"),
-            *(f"{100 * one.idle:.1f}", f"{one.spread:.2f}", f"{100 * one.cut:.1f}"),
-            *(f"{100 * one.refused:.1f}", f"{one.after_s:.2f}", f"{one.back_s:.0f}"),
-        )
-        lines.append(table_row(f"`{name}`", *figures))
+        figures = zip(astuple(one), COLUMNS, strict=True)
+        cells = (f"{unit * figure:,.{digits}f}" for figure, (_, unit, digits) in figures)
+        lines.append(table_row(f"`{name}`", *cells))
     return "\n".join(lines)
 
 
