@@ -19,8 +19,6 @@ class TraceFormatError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineTrace:
-    """The steps of one engine."""
-
     path: Path  # The file.
     header: dict[str, object]  # Its first line (`identity`).
     steps: npt.NDArray[np.void]  # STEP_DTYPE[steps], in the order in which they ended.

@@ -167,6 +167,5 @@ MAX_HEADER_BYTES: Final = 1 << 16
 
 
 def header_line(identity: dict[str, object]) -> bytes:
-    """Return a file's first line."""
     header = {"format": FORMAT, "version": VERSION, "record_bytes": RECORD.size, **identity}
     return json.dumps(header, separators=(",", ":")).encode("ascii") + b"\n"

@@ -290,7 +290,6 @@ class PredictorJudgement:
 
 
 def scores_of(rows: Rows, answers: Answers) -> Scores:
-    """Return the scores of a predictor's answers."""
     return Scores(
         rows=len(rows.request),
         base_rate=mean_where(rows.finishes.astype(np.float64)),

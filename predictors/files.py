@@ -262,7 +262,6 @@ def _read(path: Path) -> bytes:
 
 
 def _parsed(path: Path, content: bytes) -> object:
-    """Return the JSON value of a document."""
     try:
         return json.loads(content.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:

@@ -70,7 +70,6 @@ class Marginal:
         return (self._unseen + 1) * _REBUILD_PARTS > held
 
     def observe(self, output_tokens: int) -> None:
-        """Add one output length to the history."""
         due = self.about_to_change
         self._history.append(min(output_tokens, MAX_OUTPUT_TOKENS))
         self._unseen += 1

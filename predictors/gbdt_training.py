@@ -78,8 +78,6 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What training made."""
-
     predictor: Gbdt  # Has seen all of the past end.
     requests: int  # Requests of the past.
     requests_asked: int  # Of these, those that rows were made of.

@@ -49,7 +49,6 @@ class RunningCounts:
 
     @property
     def longest(self) -> int:
-        """The longest output counted."""
         return self._width - 1
 
     def after(
@@ -514,7 +513,6 @@ class Hinted:
             self._hints[request] = hint
 
     def hint_of(self, request: RequestId) -> Hint | None:
-        """Return the hint of an active request, if it has any."""
         return self._hints.get(request)
 
     def survival(

@@ -43,7 +43,6 @@ class Command:
     words: tuple[tuple[str, ...], ...]  # The command line. A flag and its values are one item.
 
     def one_line(self) -> str:
-        """Return one line of shell."""
         words = [word for item in self.words for word in item]
         return shlex.join([*(["env"] if self.environment else []), *self._assignments(), *words])
 
@@ -230,7 +229,6 @@ def _parallel_sizes(role: RoleEngines) -> dict[str, int]:
 
 
 def _beside_store(transfer: dict[str, object], store: Mapping[str, object]) -> dict[str, object]:
-    """Return a MultiConnector of a connector and a store."""
     above = {key: transfer[key] for key in _ABOVE if key in transfer}
     below = {key: value for key, value in transfer.items() if key not in _ABOVE}
     role = {"kv_role": transfer["kv_role"]}

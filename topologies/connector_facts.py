@@ -20,8 +20,6 @@ class KvFlow(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorFacts:
-    """One connector."""
-
     vllm_class: str  # Its name in `--kv-transfer-config`.
     flow: KvFlow  # The order of its legs.
     devices: tuple[str, ...]

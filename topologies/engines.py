@@ -129,8 +129,6 @@ _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class RoleEngines:
-    """The engines of one role."""
-
     role: Role  # "prefill" or "decode".
     hosts: tuple[str, ...]
     instances: int  # Number of engines on all hosts.
@@ -162,7 +160,6 @@ class RoleEngines:
 
     @property
     def devices_per_rank(self) -> int:
-        """Devices of a rank."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property

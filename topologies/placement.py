@@ -37,7 +37,6 @@ class EngineProcess:
 
     @property
     def supervisor_port(self) -> int | None:
-        """The port of its supervisor; None if it has none."""
         first = self.role.supervisor_port
         return None if first is None else first + self.slot
 

@@ -50,7 +50,6 @@ class Table:
         return key in self._content
 
     def error(self, key: str, reason: str) -> TopologyError:
-        """Return an error about a key of this table."""
         place = f"{self._place}.{key}" if self._place else key
         return TopologyError(self._path, place, reason)
 
@@ -68,14 +67,12 @@ class Table:
         return value
 
     def required_text(self, key: str) -> str:
-        """Return a required text."""
         value = self.text(key)
         if value is None:
             raise self.error(key, "is missing")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return one text or a list of texts as a tuple."""
         value = self._content.get(key, [])
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts):
@@ -109,14 +106,12 @@ class Table:
         raise self.error(key, f"must be an integer from {least} to {most}, is {value!r}")
 
     def required_integer(self, key: str, least: int, most: int) -> int:
-        """Return a required integer."""
         value = self.integer(key, least, most)
         if value is None:
             raise self.error(key, "is missing")
         return value
 
     def port(self, key: str) -> int | None:
-        """Return a port; None if it is missing."""
         return self.integer(key, 1, MAX_PORT)
 
     def number(self, key: str, least: float, most: float) -> float | None:
@@ -146,14 +141,12 @@ class Table:
         return [Table(self._path, f"{place}[{i}]", item, known) for i, item in enumerate(value)]
 
     def table(self, key: str, known: Iterable[str]) -> "Table":
-        """Return a required table."""
         place = f"{self._place}.{key}" if self._place else key
         if key not in self._content:
             raise self.error(key, f"is missing: write [{place}]")
         return Table(self._path, place, self._content[key], known)
 
     def mapping(self, key: str) -> Mapping[str, object] | None:
-        """Return a table as it is; None if it is missing."""
         value = self._content.get(key)
         if value is None:
             return None

@@ -68,8 +68,6 @@ class PrefillEntry:
 
 @dataclass(frozen=True, slots=True)
 class DecodeEntry:
-    """One decode server."""
-
     url: str
     # The data-parallel ranks that it hosts; None if it is one rank with its own URL.
     rank_ids: tuple[int, ...] | None = None
@@ -232,8 +230,6 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """One layout."""
-
     path: Path
     name: str
     models: tuple[str, ...]  # Served model names; empty for those that the engines serve.
@@ -259,7 +255,6 @@ class Topology:
         return tuple(map(self.of, self.groups)) or (self,)
 
     def of(self, group: GroupEntry) -> "Topology":
-        """Return the layout of one of its groups."""
         return replace(
             self,
             models=group.models,
@@ -301,12 +296,10 @@ def read_engine_list(path: Path) -> tuple[tuple[PrefillEntry, ...], tuple[Decode
 
 
 def shipped_topologies() -> dict[str, Path]:
-    """Return the files of this folder by name."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
 
 
 def _document(place: Path) -> dict[str, object]:
-    """Return the content of a file."""
     with place.open("rb") as opened:
         content = opened.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
@@ -376,7 +369,6 @@ def _topology(path: Path, document: dict[str, object]) -> Topology:
 
 
 def _with_groups(path: Path, name: str, table: Table) -> Topology:
-    """Return a topology of several deployments."""
     for key in ("connector", "prefill", "decode", "engines", "emulation"):
         if key in table:
             raise table.error(key, "belongs into a [[model]] table where there are some")

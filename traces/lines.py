@@ -50,8 +50,6 @@ class TraceError(BalanceRouteError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace."""
-
     arrival_ns: int  # When the request arrives, in nanoseconds from the start of the trace.
     prompt_tokens: int
     output_tokens: int  # Length of the answer; 0 marks a request that failed when it was recorded.
@@ -420,7 +418,6 @@ _NUMBER_IN_TABLE = re.compile(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?")
 
 
 def separator_of(header: str) -> str:
-    """Return what separates the cells of a table with this header."""
     return max(_SEPARATORS, key=header.count)
 
 

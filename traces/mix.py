@@ -80,7 +80,6 @@ class _Part:
             self._fail(unknown[0], f"is unknown; known: {', '.join(sorted(_KEYS))}")
 
     def read(self) -> list[TraceRequest]:
-        """Return its requests."""
         name, rate = self._text("trace", ""), self._number_of("rate", 1.0, 1e-6, 1e6)
         if not name:
             self._fail("trace", "is missing")

@@ -53,8 +53,6 @@ class Judged(Watched):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What a trace is planned for."""
-
     ttft_p99: float | None = number(
         None,
         "with --trace: the 99th percentile of the times to first token",
@@ -80,7 +78,6 @@ SECTIONS = (Judged, Planned, *DEPLOYMENT)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "advise",
         help="what bounds a fleet, and how many engines of each role it needs",
@@ -112,12 +109,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        ConfigError: The fleet cannot be read, says too little, or no fleet keeps the targets.
-        TraceError: The trace cannot be read.
-    """
     given = read_flags(arguments, *SECTIONS)
     check_output("--json", arguments.json)
     sources = {"--decode": arguments.decode, "--proxy": arguments.proxy, "--trace": arguments.trace}

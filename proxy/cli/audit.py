@@ -52,7 +52,6 @@ class Audited(Watched):
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "audit",
         help="what a fleet behind any router loses at the barrier",
@@ -85,12 +84,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        ConfigError: The engines cannot be read, or say too little.
-        TraceError: The trace cannot be read.
-    """
     watched = read_flags(arguments, Audited).read(Audited)
     check_output("--json", arguments.json)
     make_plots_folder(arguments.plots)

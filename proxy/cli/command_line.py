@@ -103,7 +103,6 @@ class Parser(argparse.ArgumentParser):
         return "" if words is None else f"{self.prog} {words}"
 
     def format_help(self) -> str:
-        """Return all of the help."""
         return super().format_help() + (f"\nexample:\n  {self.example}\n" if self.example else "")
 
     def screen(self) -> str:
@@ -168,7 +167,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def _in_a_line(action: argparse.Action) -> str:
-    """Return a flag and the beginning of what it does."""
     word = action.metavar or ("WORD" if action.choices else "")
     more = " .." if action.nargs == "+" else ""
     name = f"{action.option_strings[0]} {word}{more}" if action.option_strings else f"{word}"
@@ -203,7 +201,6 @@ COMMANDS = (
 
 
 def make_parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Return the parser of the whole command line, or of some of its commands."""
     parser: argparse.ArgumentParser = Parser(
         prog="balanceroute",
         description="Barrier-aware routing for prefill-decode disaggregated LLM serving.",

@@ -9,7 +9,6 @@ _SHELLS = ("bash", "zsh")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "completion",
         help="print what has a shell complete the command line",
@@ -21,11 +20,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        ConfigError: The extra is not installed.
-    """
     # Here, as it asks for the parsers of all commands.
     from balanceroute.proxy.cli.command_line import make_parser  # noqa: PLC0415
 
@@ -41,7 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _offer_files(parser: argparse.ArgumentParser, files: object) -> None:
-    """Have files offered for what takes one, and all choices."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():

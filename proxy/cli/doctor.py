@@ -96,8 +96,6 @@ class PairTrial:
 
 @dataclass(slots=True)
 class Report:
-    """All that was found."""
-
     looks: list[EngineLook]
     connector: str = ""  # That of the engines; empty if it is not known.
     trials: list[PairTrial] = field(default_factory=list)
@@ -112,11 +110,9 @@ class Report:
             self.troubles.append(trouble)
 
     def of(self, role: str) -> list[EngineLook]:
-        """Return the engines of a role that answered."""
         return [look for look in self.looks if look.role == role and not look.seen.fault]
 
     def json(self) -> str:
-        """Return all of it as JSON."""
         value = {
             "healthy": not self.troubles,
             "engines": [look.row() for look in self.looks],
@@ -142,8 +138,6 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings:
-    """What is looked at, and how."""
-
     prefill: tuple[EngineUrl, ...] = texts(
         "those that are prefillers, where they do not tell", own_address, metavar="URL"
     )
@@ -169,7 +163,6 @@ class DoctorSettings:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "doctor",
         help="look at engines, try each pair, and print the serve line that fits",
@@ -186,11 +179,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return 0 if nothing is wrong, else 1.
-
-    Raises:
-        ConfigError: An address is none, or a flag cannot be.
-    """
     flags = read_flags(arguments, DoctorSettings)
     given, key = flags.read(DoctorSettings), engine_key_of(flags, os.environ)
     urls = [_address(one) for one in arguments.url]
@@ -452,7 +440,6 @@ class _Attempt:
     before: float | None = None  # What the decode engine's counters told before.
 
     async def run(self) -> PairTrial:
-        """Try the pair."""
         prefill, decode = self.prefill, self.decode
         trial = self.trial = PairTrial(prefill.name, decode.name, self.connector)
         models = [name for name in prefill.models() if name in decode.models()]
@@ -639,14 +626,12 @@ def _connector_of_answer(returned: object) -> str:
 
 
 def _message(answer: object) -> str:
-    """Return what an error answer says."""
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     said = error.get("message") if isinstance(error, dict) else error
     return str(said)[:200]
 
 
 def _own_address(url: EngineUrl) -> str:
-    """Return this machine's address on the way to an engine."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
             url.host, url.port, type=socket.SOCK_DGRAM

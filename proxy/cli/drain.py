@@ -23,7 +23,6 @@ _TIMEOUT = 504
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "drain",
         help="send nothing more to an engine, and wait until it is idle",
@@ -73,11 +72,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        ConfigError: An address is none, or the proxy does not do it.
-    """
     # Here, so that the other subcommands start without them.
     from balanceroute.proxy.live.engines.engine_url import EngineUrl  # noqa: PLC0415
     from balanceroute.proxy.page_client import PageClient  # noqa: PLC0415

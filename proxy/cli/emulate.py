@@ -52,8 +52,6 @@ _READ_BYTES = 4_096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFlags:
-    """The engines."""
-
     prefillers: int = integer(_DEFAULTS.prefillers, "prefill engines", 0, 1_000, metavar="P")
     ranks: int = integer(_DEFAULTS.ranks, "decode ranks", 0, 10_000, metavar="G")
     batch: int = integer(_DEFAULTS.batch_limit, "batch limit of a rank", 1, 10**9, metavar="B")
@@ -185,7 +183,6 @@ FILED = (FleetFlags, EngineFlags, Speed, AnswerFlags, Place)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "emulate",
         help="serve emulated engines: prefillers, and decode ranks with one barrier",
@@ -198,12 +195,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command until it is interrupted.
-
-    Raises:
-        ConfigError: A setting cannot be served.
-        OSError: An address cannot be bound.
-    """
     import uvloop  # noqa: PLC0415 - so that the other subcommands start without it.
 
     given = read_flags(arguments, *SECTIONS)

@@ -218,7 +218,6 @@ def _grid(chart: "Axes") -> None:
 
 
 def _figure(height_inches: float, headline: str, title: str) -> "Figure":
-    """Return an empty figure under a headline and the requests."""
     return empty_figure(
         WIDTH_INCHES,
         height_inches,
@@ -257,7 +256,6 @@ class QuestionFlags:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "evaluate",
         help="judge predictors of output lengths on requests of the past",
@@ -281,14 +279,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        ConfigError: A setting cannot be served, or the requests do not suffice.
-        TraceError: The trace or the log cannot be read.
-        PredictorFileError: A predictor cannot be read.
-        OSError: The output cannot be written.
-    """
     given = read_flags(arguments, Chosen, QuestionFlags)
     chosen, asked = given.read(Chosen), given.read(QuestionFlags)
     check_source(arguments)

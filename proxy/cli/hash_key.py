@@ -11,7 +11,6 @@ from balanceroute.proxy.core.errors import ConfigError
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "hash-key",
         help="print the SHA-256 of a key for a file of tenants",
@@ -23,11 +22,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        ConfigError: A line is no key, or there is none.
-    """
     del arguments
     # Here, so that the other subcommands start without it.
     from balanceroute.proxy.live.security import as_secret, digest_of  # noqa: PLC0415

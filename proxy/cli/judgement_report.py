@@ -18,7 +18,6 @@ assert tuple(_GAIN_HEADINGS) == GAINS
 
 
 def terms(replay: Replay, *, age_step: int) -> str:
-    """Return what was asked and how, in a sentence or two."""
     rows = replay.rows
     asked = len(set(rows.request.tolist()))
     ends = 100 * rows.finishes.mean()

@@ -54,8 +54,6 @@ _CHOICES = 2_000  # Timed.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterTraining:
-    """How a model router is trained."""
-
     requests: int = integer(120_000, "requests to learn from", 2_000, 10**8)
     seed: int = integer(0, "of what is drawn", 0, (1 << 31) - 1)
     window_mean: float | None = number(
@@ -76,7 +74,6 @@ class RouterJudgement:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "model-router",
         help="train and judge the choice among several models",
@@ -121,13 +118,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    """Run `model-router train`.
-
-    Raises:
-        ConfigError: A setting or the scenario makes no sense.
-        TraceError: The trace cannot be read.
-        OSError: The output cannot be written.
-    """
     settings = read_flags(arguments, RouterTraining).read(RouterTraining)
     check_output("--out", arguments.out)
     scenario, lengths = _read(arguments)
@@ -165,13 +155,6 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 
 def run_evaluate(arguments: argparse.Namespace) -> int:
-    """Run `model-router evaluate`.
-
-    Raises:
-        ConfigError: A setting, the scenario or the weights make no sense.
-        TraceError: The trace cannot be read.
-        OSError: The output cannot be written.
-    """
     seed = read_flags(arguments, RouterJudgement).read(RouterJudgement).seed
     check_output("--json", arguments.json)
     scenario, lengths = _read(arguments)

@@ -13,7 +13,6 @@ from balanceroute.proxy.settings import variable_of
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = add_serving_command(
         commands,
         "pick",
@@ -25,13 +24,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: serve until a signal ends it.
-
-    Raises:
-        ConfigError: A setting cannot be served.
-        TopologyError: The topology cannot be used.
-        OSError: A file cannot be read, or an address cannot be bound.
-    """
     topology = topology_given(arguments)
     given = flags_given(arguments)
     said = topology is not None and "pick" in topology.proxy

@@ -116,8 +116,6 @@ class ReplayPace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedTrace:
-    """What is replayed of a trace."""
-
     requests: int | None = integer(None, "replay only the first N", 1, 10**9)
     skip: int = integer(0, "pass over the first N", 0, 10**9)
     max_prompt_tokens: int | None = integer(None, "cut longer prompts", 1, 10**9)
@@ -148,7 +146,6 @@ SECTIONS = (TargetFlags, ReplayPace, ReplayedTrace, ReplayOutputs, Goodput)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "replay",
         help="replay a trace over HTTP against an OpenAI-compatible endpoint",
@@ -174,15 +171,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; 1 if a request failed, 130 if it was interrupted.
-
-    Raises:
-        ConfigError: A setting cannot be served.
-        TargetError: The target does not answer as it must.
-        TraceError: The trace cannot be read.
-        WireError: The target does not answer.
-        OSError: The output cannot be written.
-    """
     given = read_flags(arguments, *SECTIONS)
     settings, label = _settings(arguments, given), given.read(ReplayOutputs).label
     check_output("--json", arguments.json)

@@ -59,7 +59,6 @@ class EngineFlags:
 
     @property
     def options(self) -> SimulatedEngineOptions:
-        """What the flags say."""
         return part(SimulatedEngineOptions, self)
 
 
@@ -90,8 +89,6 @@ class Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines(Times):
-    """The deployment."""
-
     ranks: int = integer(8, "decode ranks", 1, 10_000, metavar="G")
     batch: int = integer(16, "batch limit of a rank", 1, 10**9, metavar="B")
     kv_capacity: int | None = integer(
@@ -207,7 +204,6 @@ class Machines(Times):
     learn_speeds: bool = flag("let the scheduler learn the --rank-speeds instead of telling it")
 
     def prefill_model(self, servers: int) -> PrefillModel:
-        """Return so many prefill servers."""
         return PrefillModel(
             servers=servers,
             base_ns=round(1e6 * self.prefill_base_ms),

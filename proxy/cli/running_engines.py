@@ -152,8 +152,6 @@ async def look_at(pages: PageClient, one: Seen) -> Seen:
 
 @dataclass(slots=True)
 class EngineLook:
-    """One engine, as it was looked at."""
-
     url: EngineUrl
     seen: Seen
     connector: str = ""  # Its name here; empty if the engine does not tell.
@@ -167,7 +165,6 @@ class EngineLook:
 
     @property
     def name(self) -> str:
-        """Its address."""
         return self.url.base
 
     @property
@@ -176,11 +173,9 @@ class EngineLook:
         return sorted(self.seen.signs.engines, key=lambda one: (len(one), one))
 
     def models(self) -> list[str]:
-        """Return the names of base models."""
         return [model.name for model in self.seen.models if model.parent is None]
 
     def row(self) -> dict[str, object]:
-        """Return what is known of it, for JSON."""
         cache = self.seen.caches[0] if self.seen.caches else {}
         lengths = [model.max_model_len for model in self.seen.models if model.max_model_len]
         return {
@@ -202,7 +197,6 @@ class EngineLook:
         }
 
     def line(self) -> str:
-        """Return what is known of it in a line."""
         row = self.row()
         if self.seen.fault:
             return f"{self.name}: {self.seen.fault}"
@@ -391,7 +385,6 @@ def told_slots(looks: Iterable[EngineLook]) -> dict[int, str]:
 
 
 def several(told: Mapping[str, str] | Mapping[int, str]) -> str:
-    """Return in words who tells what."""
     return ", ".join(f"{value} at {where}" for value, where in told.items())
 
 

@@ -39,7 +39,6 @@ _FORMATS = ("topology",)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "schema",
         help="print the JSON schema of topology files",
@@ -50,7 +49,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     del arguments
     sys.stdout.write(json.dumps(topology_schema(), indent=1) + "\n")
     return 0
@@ -94,7 +92,6 @@ def _table_of(sections: Iterable[type], *, leave_out_top: bool = False) -> Schem
 
 
 def _setting(setting: Setting) -> Schema:
-    """Return the schema of a setting, with its help."""
     told: Schema = {"description": setting.help}
     if setting.choices:
         return told | {"enum": [*setting.choices]}

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = add_serving_command(
         commands,
         "serve",
@@ -68,13 +67,6 @@ def flags_given(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: serve until a signal ends it.
-
-    Raises:
-        ConfigError: A setting cannot be served.
-        TopologyError: The topology cannot be used.
-        OSError: A file cannot be read, or an address cannot be bound.
-    """
     return configure_and_serve(topology_given(arguments), flags_given(arguments), arguments)
 
 

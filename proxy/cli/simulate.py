@@ -67,8 +67,6 @@ class SimulationPace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTrace:
-    """What is replayed of a trace."""
-
     requests: int | None = integer(None, "replay only the first N", 1, 10**9)
     skip: int = integer(0, "pass over the first N", 0, 10**9)
     known: int = integer(0, "do not replay the first N: predictors learn from them", 0, 10**9)
@@ -81,8 +79,6 @@ class SimulatedTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """The policies."""
-
     policy: str = text(
         "jsq,least-kv,fifo,br-0,br-h",
         f"of {', '.join(POLICIES)}, or module:function",
@@ -119,7 +115,6 @@ SECTIONS = (
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "simulate",
         help="replay a trace through the policies in virtual time",
@@ -142,13 +137,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        ConfigError: A setting cannot be served.
-        TraceError: The trace cannot be read.
-        OSError: The output cannot be written.
-    """
     given = read_flags(arguments, *SECTIONS)
     compared, settings = given.read(Compared), given.read(PolicySettings)
     policies = _policies(compared.policy, given)

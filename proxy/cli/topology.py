@@ -212,7 +212,6 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "topology",
         help="check a topology, or show the commands of its hosts",
@@ -264,12 +263,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Run `topology check`; return 2 if anything cannot work.
-
-    Raises:
-        ConfigError: A flag means nothing, or the engines cannot be asked.
-        TopologyError: The file is no topology.
-    """
     topology = read_topology(arguments.topology)
     if arguments.ca_file is not None and not arguments.online:
         raise ConfigError("--ca-file means nothing without --online")
@@ -324,12 +317,6 @@ def _check_flags(topology: "Topology", python: str | None) -> tuple[str, tuple[F
 
 
 def run_commands(arguments: argparse.Namespace) -> int:
-    """Run `topology commands`.
-
-    Raises:
-        ConfigError: The topology does not say how its engines are started, or has no such host.
-        TopologyError: The file is no topology.
-    """
     topology = read_topology(arguments.topology)
     commands = commands_of(topology, arguments.topology)
     hosts = {command.host for command in commands}

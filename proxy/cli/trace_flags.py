@@ -148,8 +148,6 @@ _TOKEN_MS = 50.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Which requests."""
-
     skip: int = integer(0, "pass over the first N", 0, 10**9)
     requests: int | None = integer(None, "take only the first N of these", 1, 10**9)
     token_ms: float | None = number(
@@ -186,7 +184,6 @@ def check_source(arguments: argparse.Namespace) -> None:
 
 
 def source_of(arguments: argparse.Namespace) -> Path:
-    """Return the file that the requests are read from."""
     source: Path = arguments.trace if arguments.log is None else arguments.log
     return source
 

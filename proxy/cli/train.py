@@ -58,7 +58,6 @@ class TrainingFlags:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "train",
         help="train a predictor of output lengths on requests of the past",
@@ -73,13 +72,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        ConfigError: A setting cannot be served, or the requests do not suffice.
-        TraceError: The trace or the log cannot be read.
-        PredictorFileError: The predictor cannot be written.
-    """
     given = read_flags(arguments, Chosen, TrainingFlags)
     settings = given.read(TrainingFlags)
     check_source(arguments)

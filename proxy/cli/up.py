@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "up",
         help="start a topology's emulated engines and serve in front of them",
@@ -50,13 +49,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: serve until a signal ends it, then end the engines.
-
-    Raises:
-        ConfigError: A setting cannot be served.
-        TopologyError: The topology cannot be used.
-        EngineProcessError: The engines did not start, or ended.
-    """
     topology = read_topology(arguments.topology)
     given = flags_given(arguments)
     with engine_process(emulate_command(topology)) as process:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFlags:
-    """Which samples count."""
-
     min_tokens: int = integer(
         1000,
         "errors are of samples at which the engine's load was at least N KV tokens",
@@ -44,7 +42,6 @@ class SampleFlags:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
     parser = commands.add_parser(
         "validate",
         help="compare the loads of the proxy's ledger with the engines' own steps",
@@ -75,13 +72,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        ConfigError: A flag cannot be served.
-        ValidationError: A file cannot be used, or the files do not fit together.
-        OSError: A file cannot be read or written.
-    """
     min_tokens = read_flags(arguments, SampleFlags).read(SampleFlags).min_tokens
     given = _given(arguments.map)
     check_output("--json", arguments.json)

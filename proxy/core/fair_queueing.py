@@ -68,7 +68,6 @@ class FairShares:
         return self._deposits.keys()
 
     def joined(self, tenant: str, queue: "FairQueue") -> None:
-        """Note that a tenant begins to wait in a queue."""
         queues = self._queues.setdefault(tenant, [])
         if not queues:
             self._counters[tenant] = self._joining(tenant)
@@ -88,7 +87,6 @@ class FairShares:
             del self._queues[tenant]
 
     def charge(self, request: RequestId, ticket: Ticket) -> None:
-        """Charge a tenant for a request that starts."""
         tenant, cost = ticket.tenant, self._cost(ticket)
         counter = self._counters[tenant]
         moved = counter - self._served_last
@@ -300,7 +298,6 @@ class HeldShares:
         self._add(bound, 1)
 
     def unbind(self, request: RequestId) -> None:
-        """Note that a request left its rank."""
         self._add(self._bound.pop(request), -1)
 
     def tokens(self, tenant: str) -> int:

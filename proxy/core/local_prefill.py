@@ -68,8 +68,6 @@ from balanceroute.proxy.core.steps import StepModel
 
 @dataclass(slots=True)
 class RankPrompt:
-    """A prompt that a rank computes."""
-
     rank: RankId
     compute_ns: float  # How long that should take.
     begun_ns: int  # When the step began in which it is computed.
@@ -368,7 +366,6 @@ class LocalPrefill:
         return tokens is not None
 
     def _requeue(self, request: RequestId, now_ns: int) -> None:
-        """Note that a request has to be prefilled again."""
         self._work.end(request, None, now_ns)
         self._admitted_ns.pop(request, None)
         self._computing.end(request, now_ns)

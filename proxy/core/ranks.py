@@ -91,8 +91,6 @@ _Arguments = TypeVarTuple("_Arguments")
 
 
 class BoundRequest(NamedTuple):
-    """A request that is bound to a rank."""
-
     request: RequestId
     rank: RankId
     kv_tokens: int  # KV tokens that it holds.
@@ -372,7 +370,6 @@ class Fleet(Struct, eq=False):
         return self.has_room(entry) & self.allowed(entry)
 
     def bind(self, rank: int, entry: PoolEntry) -> None:
-        """Charge an admitted request."""
         self.loads[rank] += entry.kv_tokens
         self.bound[rank] += entry.slots
         # A request of several sequences may need more slots than are free.

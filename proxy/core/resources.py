@@ -197,7 +197,6 @@ class Pace:
 
     @property
     def prefilling_tokens(self) -> int:
-        """Prompt tokens of the prefills that run."""
         return sum(tokens for _, tokens, _ in self._running.values())
 
     def _rate(self, least_weight: float) -> float | None:
@@ -241,7 +240,6 @@ class Leases:
         self.reconfigure(config)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Follow another configuration."""
         self._config = config
         if config.lease_ns is None:
             self.pace = None
@@ -483,7 +481,6 @@ class Resources:
             request.prefiller = None
 
     def bind(self, request: Request, rank: RankId) -> None:
-        """Take its slots and its load on a rank."""
         request.rank = rank
         _bind(self.ledger, request, rank)
         if self._meter is not None:

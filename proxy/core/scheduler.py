@@ -372,7 +372,6 @@ class Scheduler:
 
     @property
     def ledger(self) -> Ledger:
-        """Loads and slots of the ranks."""
         return self._resources.ledger
 
     @property

@@ -290,12 +290,10 @@ def table(text: str, check: Callable[[str, object], T]) -> tuple[tuple[str, T], 
 
 
 def file(text: str, *, metavar: str = "FILE") -> Path | None:
-    """Declare the name of a file."""
     return _declare(None, text, lambda value: Path(_text(value)), "", metavar, is_path=True)
 
 
 def file_or_word(default: str, text: str, words: tuple[str, ...]) -> str:
-    """Declare the name of a file, or one of some words."""
     return _declare(default, text, _text, default, "FILE", is_path=True, not_paths=words)
 
 

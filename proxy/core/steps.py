@@ -295,8 +295,6 @@ class Stepping:
 
 
 class RankProgress:
-    """The ranks of one fleet."""
-
     def __init__(self) -> None:
         self.quiet = True  # Whether no rank is silent, as is usual.
         self._paces: dict[RankId, _Pace] = {}
@@ -368,7 +366,6 @@ class RankProgress:
         return pace is not None and pace.steps(now_s)
 
     def silent_s(self, rank: RankId) -> float:
-        """Return for how long a rank has been silent."""
         return self._silent_s.get(rank, 0.0)
 
     def first_limit_s(self, rank: RankId) -> float:

@@ -424,7 +424,6 @@ class _SubsetTable:
 
 
 def _subset_table(num: int, max_items: int) -> _SubsetTable:
-    """Return a table, from the cache unless it is large."""
     if _num_subsets(num, max_items) > _MAX_CACHED_ROWS:
         return _SubsetTable(num, max_items)
     return _cached_table(num, max_items)

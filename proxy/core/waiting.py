@@ -529,7 +529,6 @@ class PrefillQueue:
             self._dues.set(request.request, request.due_ns)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that starts or has ended."""
         self._queue_of(request).remove(request.request)
         self._left(request.request)
         self._drop_empty(request)

@@ -86,7 +86,6 @@ class WarmUp:
 
     @property
     def instances(self) -> Collection[int]:
-        """Those that have a window."""
         return self._windows.keys()
 
     def sent(self, instance: int, request: RequestId) -> None:

@@ -135,7 +135,6 @@ def _figures(
 
 
 def mean_of(runs: Sequence[ByGroup]) -> ByGroup:
-    """Return the mean of each figure over the runs that have it."""
     found: ByGroup = {}
     for group in sorted({group for run in runs for group in run}):
         rows = [run[group] for run in runs if group in run]
@@ -148,7 +147,6 @@ def mean_of(runs: Sequence[ByGroup]) -> ByGroup:
 
 
 def as_rows(figures: ByGroup) -> list[dict[str, object]]:
-    """Return the figures for a JSON report."""
     return [
         {"tenant": group.tenant, "class": group.level} | asdict(row)
         for group, row in figures.items()
@@ -156,7 +154,6 @@ def as_rows(figures: ByGroup) -> list[dict[str, object]]:
 
 
 def make_table(runs: Mapping[str, ByGroup], targets: ServiceTargets) -> Table:
-    """Return a row for each run and group."""
     table = Table(
         title=f"Tenants and classes; good: {_shown(targets)}",
         title_justify="left",
@@ -215,7 +212,6 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def cell(value: float | None, digits: int, scale: float = 1.0) -> str:
-    """Return a figure as a table shows it."""
     return "-" if value is None else f"{scale * value:,.{digits}f}"
 
 

@@ -201,7 +201,6 @@ class Http2ServerConnection(asyncio.Protocol):
             self._turn_away()
 
     def data_received(self, data: bytes) -> None:
-        """Process the next bytes from the client."""
         for begin in range(0, len(data), _SLICE_BYTES):
             if not self._is_there:
                 return
@@ -222,7 +221,6 @@ class Http2ServerConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release everything that the connection holds."""
         self._is_there = False
         for stream in list(self._streams.values()):
             stream.lose()
@@ -484,7 +482,6 @@ class Http2ServerConnection(asyncio.Protocol):
             stream.lose()
 
     def expire(self, now_s: float) -> None:
-        """Act on a deadline that has passed."""
         if not self._is_there:
             self._transport.abort()  # The client does not read what was to be its end.
             return
@@ -505,7 +502,6 @@ class Http2ServerConnection(asyncio.Protocol):
     # Ends.
 
     def _rest(self) -> None:
-        """Note that a stream is over."""
         if self._streams or not self._is_there:
             return
         self._idle_since_s = self.service.loop.time()
@@ -529,7 +525,6 @@ class Http2ServerConnection(asyncio.Protocol):
             self._close()
 
     def _end_with(self, code: ErrorCodes, *, lingers: bool = True) -> None:
-        """End the connection with all that runs on it."""
         if self._is_there:
             self._frames.close_connection(code, last_stream_id=self._last)
             self._close(lingers=lingers)

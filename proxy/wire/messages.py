@@ -51,8 +51,6 @@ class Learned(Struct):
 
 
 class HttpRequest(Struct):
-    """A complete request."""
-
     method: bytes
     path: bytes  # The target before `?`, not percent-decoded.
     query: bytes  # The target after `?`.
@@ -79,8 +77,6 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A complete response."""
-
     status: int
     headers: Headers
     body: bytes

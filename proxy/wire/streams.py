@@ -150,8 +150,6 @@ class LeakyBucket:
 
 
 class ReplyStream(AnyTransport, Protocol):
-    """The stream of a reply."""
-
     def send_head(self, fields: Headers, *, end: bool) -> None:
         """Send a field section."""
 
@@ -217,8 +215,6 @@ _CONTINUE: Headers = [(b":status", b"100")]
 
 
 class StreamOwner(Protocol):
-    """The connection of a stream."""
-
     service: Service  # What all connections share.
     peer: str  # The client's address and port.
     rejection: Rejection | None  # Why no request of the connection is served; None if they are.

@@ -235,7 +235,6 @@ class Budget:
 
     @property
     def cap(self) -> int:
-        """The limit per rank."""
         return self._controller.cap
 
     @property
@@ -253,11 +252,9 @@ class Budget:
         return self.cap * open_ranks - in_flight
 
     def first_token(self, ttft_ns: int, now_ns: int) -> None:
-        """Note the first token that a client got."""
         self._firsts.add(ttft_ns, now_ns)
 
     def step(self, duration_ns: int, now_ns: int) -> None:
-        """Note the time of a decode step."""
         if self._controller.settings.tpot_target_ns is not None:
             self._steps.add(duration_ns, now_ns)
 

@@ -127,8 +127,6 @@ _UNKNOWN = Refusal(401, "the key is not valid any more", None, "unknown")
 
 
 class Account:
-    """One tenant."""
-
     __slots__ = ("in_flight", "limits", "requests", "tokens", "waiting")
 
     def __init__(self, limits: TenantLimits, now_ns: int) -> None:

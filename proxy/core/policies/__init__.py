@@ -205,8 +205,6 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """What a policy is made from."""
-
     ranks: int  # All that have numbers.
     batch_limit: int  # B.
     settings: PolicySettings  # The parameters.

@@ -56,14 +56,10 @@ class PrefillView(Protocol):
         ...
 
     @property
-    def prefills(self) -> Sequence[int]:
-        """Running prefills."""
-        ...
+    def prefills(self) -> Sequence[int]: ...
 
     @property
-    def direct(self) -> Sequence[int]:
-        """Sequences of direct requests."""
-        ...
+    def direct(self) -> Sequence[int]: ...
 
 
 class PrefillChoice(Protocol):
@@ -374,13 +370,11 @@ class Prefillers:
         return {one: expected.cached_tokens for one, expected in found.items()}
 
     def begin_prefill(self, prefiller: PrefillerId, prompt_tokens: int) -> None:
-        """Charge a prefill."""
         self.prefills[prefiller] += 1
         self.prefilling += 1
         self.held_tokens[prefiller] += prompt_tokens
 
     def begin_direct(self, prefiller: PrefillerId, prompt_tokens: int, sequences: int) -> None:
-        """Charge a direct request."""
         self.direct[prefiller] += sequences
         self.held_tokens[prefiller] += prompt_tokens
 

@@ -378,11 +378,9 @@ class EngineBlocks:
 
     @property
     def engines(self) -> list[int]:
-        """Those of which anything is known."""
         return list(self._caches)
 
     def knowledge(self, engine: int) -> Knowledge:
-        """Return how much is known of an engine."""
         cache = self._caches.get(engine)
         return Knowledge.NONE if cache is None else cache.knowledge
 
@@ -425,7 +423,6 @@ class EngineBlocks:
         self._caches.pop(engine, None)
 
     def cleared(self, engine: int) -> None:
-        """Note that an engine has dropped all blocks."""
         self.begin(engine, Knowledge.ALL)
         self._resets[engine] = self.resets(engine) + 1
 
@@ -507,7 +504,6 @@ class _Cache:
         return blocks
 
     def put_one(self, name: int, start: int, own: int) -> list[int]:
-        """Do the same with one block."""
         self.by_engine.put_one(name, own)
         own &= HASH_MASK
         self.own.put_one(own, start & HASH_MASK)

@@ -213,7 +213,6 @@ class PrefixMemory:
     def expect(
         self, request: PrefillRequest, candidates: Sequence[PrefillerId]
     ) -> dict[PrefillerId, Expected]:
-        """Return what each candidate should find of a request."""
         ticket = request.ticket
         if not ticket.blocks:
             return dict.fromkeys(candidates, Expected(0, 0))

@@ -26,7 +26,6 @@ class ServiceModel:
         self._tokens_tokens = self._tokens_ns = 0.0
 
     def observe(self, tokens: int, ns: int) -> None:
-        """Learn from one prefill."""
         keep = 1 - 1 / _WINDOW
         self.weight = keep * self.weight + 1
         apart_tokens, apart_ns = tokens - self._tokens, ns - self.mean_ns
@@ -124,7 +123,6 @@ class PrefillWork:
         return base + slope * tokens
 
     def wait_ns(self, prefiller: PrefillerId, now_ns: int) -> float:
-        """Return how long a prefiller takes for what it has."""
         queue = self._queues[prefiller]
         if not queue.jobs:
             return 0.0

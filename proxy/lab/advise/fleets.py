@@ -115,7 +115,6 @@ class FleetTrial:
         )
 
     def meets(self, slo: Slo) -> bool:
-        """Return whether the latencies are within the targets."""
         return self.ttft_p99_s <= slo.ttft_p99_s and self.tpot_p95_s <= slo.tpot_p95_s
 
     def lacks_ranks(self, slo: Slo) -> bool:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def lines(told: Needs, busy: float) -> Iterator[str]:
-    """Yield what a load needs."""
     yield f"bound by      {MEANINGS[told.verdict.bound]}"
     yield f"prefillers    {_need(told.prefillers, busy, 'busy')}"
     yield f"ranks         {_need(told.ranks, busy, 'full')}"
@@ -87,7 +86,6 @@ def _targets(slo: Slo) -> str:
 
 
 def as_json(told: Needs) -> dict[str, object]:
-    """Return what a load needs as JSON has it."""
     return {
         "bound": told.verdict.bound.value,
         "prefillers": asdict(told.prefillers),
@@ -98,8 +96,6 @@ def as_json(told: Needs) -> dict[str, object]:
 def plan_as_json(
     plan: SizePlan, slo: Slo, trials: Sequence[FleetTrial], present: FleetTrial | None
 ) -> dict[str, object]:
-    """Return the plan as JSON has it."""
-
     def row(one: FleetTrial) -> dict[str, object]:
         return asdict(one) | {"bound": one.verdict.bound.value, "meets": one.meets(slo)}
 

@@ -37,8 +37,6 @@ def lost_shares(idle: float, *, base_ms: float, step_ms: float) -> tuple[float, 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What an audit found."""
-
     seen: Observation
     verdict: BoundVerdict
     # What policies would recover; None if it could not be simulated.
@@ -56,7 +54,6 @@ class Audit:
 
 
 def lines(audit: Audit) -> Iterator[str]:
-    """Yield the findings as text."""
     seen = audit.seen
     yield (
         f"{len(seen.ranks)} ranks of {seen.batch} slots, {seen.prefillers} prefillers, "
@@ -106,7 +103,6 @@ def lines(audit: Audit) -> Iterator[str]:
 
 
 def as_json(audit: Audit) -> dict[str, object]:
-    """Return the findings as JSON has them."""
     seen = audit.seen
     return {
         "ranks": list(seen.ranks),

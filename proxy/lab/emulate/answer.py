@@ -88,7 +88,6 @@ def tool_script(request: GenerationRequest, prompt: Prompt, key: bytes) -> ToolS
 
 
 def schema_script(schema: Mapping[str, Any], prompt: Prompt, key: bytes) -> ToolScript:
-    """Return the text that follows a schema."""
     text = json.dumps(_value(schema, unit_draws(prompt.digest + key)), ensure_ascii=False)
     found = [match[0] for match in re.finditer(r"\s*\S+", text)]
     pieces = tuple(Piece(tokenise(said)[0], said, Channel.CONTENT, said) for said in found)
@@ -163,7 +162,6 @@ class Delta:
     late: bool = False  # Whether the server lags, so that this is sent with the next token.
 
     def merged(self, later: "Delta") -> "Delta":
-        """Return this and the next one joined."""
         return replace(
             later,
             text=self.text + later.text,
@@ -416,7 +414,6 @@ class AnswerFormat:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -479,12 +476,10 @@ def token_ids_json(request: GenerationRequest, ids: Sequence[int]) -> str:
 
 
 def json_headers(date: bytes) -> Headers:
-    """Return the headers of a JSON answer."""
     return _headers(date, b"application/json")
 
 
 def stream_headers(date: bytes) -> Headers:
-    """Return the headers of a stream."""
     return _headers(date, b"text/event-stream; charset=utf-8")
 
 

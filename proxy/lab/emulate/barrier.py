@@ -26,9 +26,7 @@ class Batched(Protocol):
     """A sequence of tokens that a batch works on."""
 
     @property
-    def kv_tokens(self) -> int:
-        """Tokens in the KV cache."""
-        ...
+    def kv_tokens(self) -> int: ...
 
     @property
     def tokens_left(self) -> int:

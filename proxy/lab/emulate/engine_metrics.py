@@ -37,8 +37,6 @@ class LengthCounts:
 
 @dataclass(slots=True)
 class RankCounters:
-    """Counters of one rank of an engine."""
-
     prompt_tokens: int = 0
     generation_tokens: int = 0
     pulled_tokens: int = 0

@@ -233,7 +233,6 @@ Write = Callable[[bytes], None]
 
 
 def malformed_write(kind: MalformedStream, write: Write) -> Write:
-    """Return a function that writes malformed events."""
     match kind:
         case MalformedStream.BYTES:
 

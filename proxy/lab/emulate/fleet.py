@@ -66,7 +66,6 @@ class FaultBoard:
         return [target.name for target in chosen]
 
     def active(self) -> Mapping[str, Faults]:
-        """Return the faults of the engines that have any, by name."""
         return {target.name: target.faults for target in self._engines if target.faults != Faults()}
 
     def _chosen(self, engine: str | int) -> list[Engine]:
@@ -272,7 +271,6 @@ class EmulatedFleet:
 
     @property
     def bootstrap_urls(self) -> list[str]:
-        """URLs of the prefillers' bootstrap servers, if the connector has them."""
         urls = [engine.bootstrap_url for engine in self.engines[: self.settings.prefillers]]
         return [url for url in urls if url]
 
@@ -357,7 +355,6 @@ class EmulatedFleet:
             await one.start(one.host, one.port, one.bootstrap_port)
 
     async def close(self) -> None:
-        """End everything."""
         for engine in self.engines:
             engine.kill()
         for prefiller in self._prefillers.values():

@@ -327,7 +327,6 @@ class Routes:
         }
 
     def answer(self, request: "HttpRequest", reply: "Reply") -> None:
-        """Answer a request: the server's application."""
         if request.path.startswith(_EMULATION):
             name = request.path.removeprefix(_EMULATION).decode("latin-1")
             status, value = self._hub.control(request.method, name, request.body)

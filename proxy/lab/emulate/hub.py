@@ -24,8 +24,6 @@ from balanceroute.proxy.wire.messages import WireError
 
 @dataclass(slots=True)
 class EngineCall:
-    """One request in an engine."""
-
     exchange: EngineExchange
     request_id: str  # The id of the answer, which carries the client's `X-Request-Id`.
     suffix: str  # Makes the id unique inside the engine.
@@ -62,7 +60,6 @@ class EngineCall:
         return self.request_id if chat else f"{self.request_id}-{prompt}"
 
     def internal_id(self, prompt: int) -> str:
-        """Return the id of one of the prompts inside the engine."""
         return f"{self.external_id(prompt)}-{self.suffix}"
 
 

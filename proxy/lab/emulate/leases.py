@@ -16,8 +16,6 @@ _NOISE = Prompt([0], None)
 
 
 class LeaseEnd(Enum):
-    """How a lease ended."""
-
     PULLED = "pulled"  # A decode rank has the KV cache.
     RELEASED = "released"  # A decode rank claimed it and left before the pull was complete.
     EXPIRED = "expired"  # No decode rank claimed it in time.
@@ -160,7 +158,6 @@ class LeaseBook:
         self._ended.pop((engine_id, name), None)
 
     def find(self, engine_id: str, name: str) -> Lease | None:
-        """Return a lease that can still be pulled."""
         lease = self._by_key.get((engine_id, name))
         ended = self.ended(engine_id, name)
         if ended is not None:
@@ -239,7 +236,6 @@ class LeaseBook:
                 lease.timer = loop.call_at(ends_s, self._expire, lease)
 
     def lose(self, engine_id: str) -> None:
-        """End all leases of a prefiller that died."""
         self._written.pop(engine_id, None)
         for lease in [lease for lease in self._held if lease.prefiller == engine_id]:
             self.finish(lease, LeaseEnd.LOST)
@@ -278,9 +274,7 @@ class KvPeer(Protocol):
     def host(self) -> str: ...
 
     @property
-    def side_port(self) -> int:
-        """Port of its KV transport."""
-        ...
+    def side_port(self) -> int: ...
 
     @property
     def version(self) -> str:
@@ -289,17 +283,13 @@ class KvPeer(Protocol):
 
 
 class KvSource(KvPeer, Protocol):
-    """A prefiller."""
-
     @property
     def bootstrap_url(self) -> str:
         """URL of its bootstrap server; empty if it has none."""
         ...
 
     @property
-    def alive(self) -> bool:
-        """Whether it runs."""
-        ...
+    def alive(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,8 +105,6 @@ class EmulatedPrefillQueue:
 
 
 class EmulatedPrefiller:
-    """One prefiller."""
-
     def __init__(
         self, hub: Hub, source: KvSource, counters: Sequence[RankCounters], log: KvLog | None = None
     ) -> None:
@@ -137,7 +135,6 @@ class EmulatedPrefiller:
         return self.pool.usage
 
     def serve(self, call: EngineCall) -> None:
-        """Start a request."""
         exchange = call.exchange
         if call.remote_prefill:
             exchange.fail()  # A producer has no KV cache to receive.

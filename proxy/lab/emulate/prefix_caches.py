@@ -128,7 +128,6 @@ class KvLog:
         return ((block ^ self._seed) & _MASK).to_bytes(8) * 4
 
     def _spoiled(self, batch: tuple[int, bytes]) -> list[tuple[int, bytes]]:
-        """Return what is published in place of a batch."""
         rng, (number, payload) = self._rng, batch
         if not self._settings.kv_event_faults or rng.random() >= self._settings.kv_event_faults:
             late, self._delayed = self._delayed, []

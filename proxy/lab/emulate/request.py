@@ -52,7 +52,6 @@ class ApiError(BalanceRouteError):
 
 
 def written(value: Mapping[str, Any], form: ErrorForm | None) -> Mapping[str, Any]:
-    """Return an error object in another form."""
     error: dict[str, Any] = value["error"]
     client = error["code"] < 500
     match form:
@@ -95,7 +94,6 @@ def invalid(kind: str, place: str, message: str, value: object, **more: object) 
 
 
 def internal_error(message: str = INTERNAL) -> ApiError:
-    """Return a failure of the engine."""
     return ApiError(message, status=500, kind="InternalServerError")
 
 
@@ -153,14 +151,11 @@ _SAMPLING = ("top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_p
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt."""
-
     tokens: list[int]  # Its token ids.
     text: str | None  # Its text; None if it was sent as token ids.
 
     @cached_property
     def packed(self) -> bytes:
-        """The token ids as bytes."""
         return packed(self.tokens)
 
     @cached_property
@@ -188,8 +183,6 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A valid request."""
-
     chat: bool
     prompts: tuple[Prompt, ...]  # One, or several for a completion.
     n: int  # Choices for each prompt.

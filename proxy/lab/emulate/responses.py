@@ -240,7 +240,6 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
 
 
 def _thought(item: Mapping[str, Any]) -> str:
-    """Return what an item of reasoning says."""
     if item.get("encrypted_content"):
         raise bad_parameter("Encrypted content is not supported.", "input")
     parts = item.get("content") or item.get("summary") or [{}]
@@ -326,7 +325,6 @@ class _Response:
         self.shows_reasoning = values.get("include_reasoning") is not False
 
     def name(self, kind: str) -> str:
-        """Return a new id."""
         return f"{kind}_{self._hub.hexadecimal(16)}"
 
     def open(self, max_tokens: int) -> None:
@@ -375,7 +373,6 @@ class _Response:
         return said | dict.fromkeys(("ec_transfer_params", "input_messages", "output_messages"))
 
     def items(self, choice: Mapping[str, Any]) -> list[dict[str, object]]:
-        """Return the items of a whole answer."""
         said = choice["message"]
         items: list[dict[str, object]] = []
         if said.get("reasoning") and self.shows_reasoning:
@@ -395,7 +392,6 @@ class _Response:
     def call(
         self, own_id: str, call_id: str, name: str, arguments: str, status: str
     ) -> dict[str, object]:
-        """Return the item of a tool's call."""
         local, space = self._local.get(name, (name, None))
         ids: dict[str, object] = {"call_id": call_id}
         if name in self.custom:
@@ -625,7 +621,6 @@ def _short_logprob(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool as its schema knows it."""
     kind = tool["type"]
     if kind not in ("function", "custom"):
         return tool

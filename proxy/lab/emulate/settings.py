@@ -131,7 +131,6 @@ class EmulationSettings:
 
     @property
     def prefill(self) -> PrefillModel:
-        """The prefill engines' service time."""
         return PrefillModel(self.prefillers, self.prefill_base_ns, self.prefill_ns_per_token)
 
     def compute_ns(self, tokens: int) -> int:

@@ -85,7 +85,6 @@ _NUMBERED_IDS = np.array([_IDS[f"t{number}"] for number in range(VOCABULARY_SIZE
 
 
 def tokenise(text: str) -> list[int]:
-    """Return the token ids of a text."""
     if len(text) >= _LONG_TEXT and text.isascii():
         ids = _tokenise_numbered(text.encode())
         if ids is not None:

@@ -121,7 +121,6 @@ class GroupSim:
         self._server_free_ms = [0.0] * model.prefill_servers
 
     def add(self, request: SimulatedRequest) -> None:
-        """Take a request that arrives now."""
         ready_ms = self._now_ms
         if self._server_free_ms:
             begin_ms = max(self._now_ms, self._server_free_ms[0])

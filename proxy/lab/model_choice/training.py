@@ -195,8 +195,6 @@ THRESHOLDS = (1.0, 0.99, 0.98, 0.96, 0.94)
 
 @dataclass(frozen=True, slots=True)
 class ChoiceJudgement:
-    """How one choice did."""
-
     scores: tuple[float, ...]  # The worth of each answer, in order of arrival.
     groups: tuple[int, ...]  # Which group each went to.
     tasks: tuple[int, ...]  # Which task each was.

@@ -127,8 +127,6 @@ _PROGRESS_INTERVAL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ReplayProgress:
-    """The progress of a replay."""
-
     total: int  # Requests of the run.
     ended: int  # Those that have finished, failed or been cancelled.
     running: int  # Those sent and not ended.
@@ -139,8 +137,6 @@ class ReplayProgress:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay measured."""
-
     model: str
     figures: ReplayFigures
     # The emulated fleet's own figures of the same window; None if there are none.

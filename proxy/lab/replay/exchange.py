@@ -55,8 +55,6 @@ _INPUT_TOKENS = ("input_tokens", "cache_read_input_tokens", "cache_creation_inpu
 
 
 class AnswerReader:
-    """One answer."""
-
     __slots__ = (
         "_done",
         "_scanner",
@@ -125,7 +123,6 @@ class AnswerReader:
         return self._read_choices(choices) if isinstance(choices, list) else 0
 
     def _read_named(self, kind: str, event: dict[str, object]) -> int:
-        """Read an event of a message or of a response."""
         delta, response = event.get("delta"), event.get("response")
         usage = event.get("usage")
         if isinstance(response, dict):

@@ -46,8 +46,6 @@ _SHOWN_CHARACTERS = 200
 
 
 class ReplayFault(NamedTuple):
-    """One failure."""
-
     kind: str
     message: str
 
@@ -71,7 +69,6 @@ def count_faults(faults: Iterable[ReplayFault]) -> list[FaultCount]:
 
 
 def from_wire(error: WireError) -> ReplayFault:
-    """Return the failure for an error of the connection."""
     return ReplayFault(_KINDS[error.kind], shown(str(error)))
 
 
@@ -94,7 +91,6 @@ def error_message(chunk: object) -> str | None:
 
 
 def shown(text: str) -> str:
-    """Return a text on one line, shortened."""
     line = " ".join(text.split())
     return line if len(line) <= _SHOWN_CHARACTERS else line[: _SHOWN_CHARACTERS - 1] + "…"
 
@@ -124,7 +120,6 @@ class RequestSample:
 
     @property
     def finished(self) -> bool:
-        """Whether the request got its whole answer."""
         return self.end_ns is not None and self.fault is None and not self.cancelled
 
     def tokens_of(self, events: int) -> float:

@@ -33,7 +33,6 @@ def as_json(config: Mapping[str, object], label: str, result: ReplayResult) -> s
 
 
 def requests_as_json(result: ReplayResult, *, time_scale: float) -> str:
-    """Return what happened to each request: a JSON list, one request a line."""
     rows = [
         json.dumps(_row(sample, result.start_ns, time_scale), allow_nan=False)
         for sample in result.samples
@@ -66,7 +65,6 @@ def print_report(
 
 
 def make_table(label: str, result: ReplayResult) -> Table:
-    """Return the figures, one a line."""
     figures = result.figures
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(escape(label), no_wrap=True)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request to send."""
-
     number: int  # Its place in the whole trace, from 0; it decides the prompt's words.
     arrival_ns: int  # When it arrives in the trace.
     prompt_tokens: int  # Length of the prompt, at least 1.
@@ -44,7 +42,6 @@ class PlannedRequest:
         return ServiceGroup(self.tenant, self.level)
 
     def name(self, prefix: str) -> str:
-        """Return its id, under a prefix of the replay."""
         return f"{prefix}-{self.number}"
 
     @property

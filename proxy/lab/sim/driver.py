@@ -96,7 +96,6 @@ class Entrance:
         return refusal
 
     def began(self, request: RequestId, now_ns: int) -> None:
-        """Note that a prefill of a request starts."""
         guest = self._guests.get(request)
         if guest is not None and self._admission is not None and not guest.began:
             guest.began = True
@@ -206,8 +205,6 @@ _HASH = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class SimulatedDeployment:
-    """The machines."""
-
     ranks: int  # G.
     batch_limit: int  # B.
     step_base_ns: int = 30_000_000  # a of T = a + b x max load.
@@ -279,7 +276,6 @@ class SimulatedDeployment:
 
     @property
     def expects_output(self) -> bool:
-        """Whether requests are queued by the output that a predictor expects of them."""
         return self.queue_order in PREDICTING_ORDERS
 
     @property
@@ -398,7 +394,6 @@ class Simulation:
         self._loop.call_at(time_ns, partial(self._arrive, request))
 
     def advance(self) -> None:
-        """Play the next instant."""
         self._loop.advance(self._settle)
 
     def stop(self) -> None:

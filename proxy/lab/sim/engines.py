@@ -271,8 +271,6 @@ class PrefillJob:
 
 
 class PrefillFleet:
-    """The prefill servers."""
-
     def __init__(self, model: PrefillModel, loop: EventLoop) -> None:
         self._model = model
         self._loop = loop

@@ -91,7 +91,6 @@ class _Thirds(Hinted):
             self.learn(Hint(third, "client"), output)
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
-        """Note the third as the hint."""
         super().begin(request, structs.replace(features, expected_tokens=self._third[request]))
 
 

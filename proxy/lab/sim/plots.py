@@ -412,7 +412,6 @@ def _is_free(box: _Box, taken: Sequence[_Box], inside: _Box) -> bool:
 
 
 def _figure(height_inches: float, headline: str, title: str, note: str = "") -> "Figure":
-    """Return an empty figure under a headline and the workload."""
     lines = wrapped(title, 115)
     if note:
         lines.append(note)

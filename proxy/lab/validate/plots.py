@@ -118,7 +118,6 @@ def _draw_step_time(validation: Validation, title: str) -> "Figure":
 
 
 def _figure(height_inches: float, headline: str, title: str) -> "Figure":
-    """Return an empty figure under a headline and the run."""
     return empty_figure(
         WIDTH_INCHES, height_inches, headline, wrapped(title, 105), side_inches=_SIDE_INCHES
     )

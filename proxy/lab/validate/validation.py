@@ -245,8 +245,6 @@ def lag(
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """One rank."""
-
     name: str
     file: str
     steps: int  # Steps with a batch within the time of the log.
@@ -272,8 +270,6 @@ class UnitResult:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The result of a validation."""
-
     ranks: tuple[RankResult, ...]
     unmatched: tuple[str, ...]  # Ranks without a trace.
     started: Errors | None  # Errors over all ranks.

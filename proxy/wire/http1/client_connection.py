@@ -146,8 +146,6 @@ _HEAD, _CHUNKED, _LENGTH = _Stage.HEAD, _Stage.CHUNKED, _Stage.LENGTH
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection to an engine."""
-
     __slots__ = (
         "_buffer",
         "_call",
@@ -192,7 +190,6 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether an exchange can begin."""
         return not self._transport.is_closing()
 
     def is_reusable(self) -> bool:
@@ -263,7 +260,6 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def in_use(self) -> bool:
-        """Whether an exchange is in flight."""
         return self._call is not None
 
     def lend(self, borrower: Borrower) -> int:
@@ -296,7 +292,6 @@ class ClientConnection(asyncio.Protocol):
         self._transport = TurnTransport(cast("asyncio.Transport", transport), self._pool.turn)
 
     def data_received(self, data: bytes) -> None:
-        """Process the next bytes of the response."""
         try:
             if self._stage is _CHUNKED:
                 lines = self._lines
@@ -407,7 +402,6 @@ class ClientConnection(asyncio.Protocol):
             self._checked = 0
 
     def _check_partial(self, data: bytes) -> None:
-        """Keep the beginning of a head."""
         if self._head_bytes + len(data) > self._max_head_bytes:
             raise _too_long()
         if not data.startswith(_VERSION[: len(data)]):

@@ -64,7 +64,6 @@ class Handshake(asyncio.Protocol):
         self._shaking: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the socket, and begin."""
         accepted = cast("asyncio.Transport", transport)
         address = accepted.get_extra_info("peername")
         try:
@@ -101,7 +100,6 @@ class Handshake(asyncio.Protocol):
         return True
 
     def drop(self) -> None:
-        """Abort now."""
         if self._shaking is not None:
             self._shaking.cancel()
         elif self._own is not None:

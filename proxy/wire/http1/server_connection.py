@@ -56,8 +56,6 @@ _JOIN_BYTES = 65_536
 
 
 class ReplyTransport(AnyTransport, Protocol):
-    """The connection of a reply."""
-
     closes_after_answer: bool  # The present answer is the last.
 
     @property
@@ -261,7 +259,6 @@ class ServerConnection(asyncio.Protocol):
             self._refuse_connection()
 
     def data_received(self, data: bytes) -> None:
-        """Process the next bytes from the client."""
         incoming = self._incoming
         if self._stage is _HEAD and not self.paused:
             incoming.buffer = incoming.buffer + data if incoming.buffer else data
@@ -299,7 +296,6 @@ class ServerConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release everything that the connection holds."""
         self._stage = _Stage.GONE
         self._transport.reclaim()
         self._incoming.drop()
@@ -346,7 +342,6 @@ class ServerConnection(asyncio.Protocol):
         return self._transport
 
     def release_body(self) -> None:
-        """Release the request's body from the budget."""
         self._incoming.release_body()
 
     def cut(self, *, reset: bool, flush: bool) -> None:
@@ -423,7 +418,6 @@ class ServerConnection(asyncio.Protocol):
         self._lose_client()
 
     def expire(self, now_s: float) -> None:
-        """Act on a deadline that has passed."""
         match self._stage:
             case _Stage.HEAD if self._incoming.buffer and self._incoming.begun:
                 self._refuse(Rejection(408, "the request's head did not arrive in time"))

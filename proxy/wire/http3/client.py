@@ -73,7 +73,6 @@ class Http3Call:
             self.connection.give_up(self)
 
     def fail(self, kind: WireFault, message: str) -> None:
-        """End it, unless it is over."""
         if not self.done:
             self.done = True
             error = WireError(kind, message, sent=self.sent, answered=self.answered)

@@ -198,11 +198,9 @@ class OrderCounts:
         self.kept = self.missed = 0
 
     def began(self, level: int) -> None:
-        """Count a request."""
         self.requests["raised" if level > 0 else "lowered" if level < 0 else "usual"] += 1
 
     def ended(self, *, kept: bool) -> None:
-        """Count an answer that had a deadline."""
         self.kept += kept
         self.missed += not kept
 

@@ -85,7 +85,6 @@ class OrderedConnection(QuicConnection):
         return self._standings.get(stream_id, USUAL)
 
     def key_of(self, stream: QuicStream) -> tuple[float, ...]:
-        """Return the key to sort a stream by."""
         number = stream.stream_id
         assert number is not None
         if stream_is_unidirectional(number):

@@ -94,7 +94,6 @@ class QuicEndpoint(asyncio.DatagramProtocol):
 
     @property
     def handshakes(self) -> int:
-        """Handshakes that are open."""
         return len(self._handshakes)
 
     def close(self) -> None:
@@ -108,7 +107,6 @@ class QuicEndpoint(asyncio.DatagramProtocol):
         self._carriers.clear()
 
     def datagram_received(self, data: bytes, addr: NetworkAddress) -> None:
-        """Give a datagram to its connection, or begin one."""
         if not data:
             return
         if not data[0] & _LONG_HEADER:
@@ -211,18 +209,15 @@ class QuicEndpoint(asyncio.DatagramProtocol):
         self._carriers[one] = client
 
     def retired(self, client: "_Client", one: bytes) -> None:
-        """Forget an id."""
         client.ids.discard(one)
         self._carriers.pop(one, None)
 
     def shaken(self, client: "_Client") -> None:
-        """Note that a handshake is over."""
         timer = self._handshakes.pop(client, None)
         if timer is not None:
             timer.cancel()
 
     def ended(self, client: "_Client") -> None:
-        """Forget a connection."""
         self.failed += client in self._handshakes
         self.shaken(client)
         client.carrier.stop()
