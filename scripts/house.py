@@ -130,7 +130,7 @@ MAY_IMPORT = {
         "proxy.lab.sim.engines",
     },
     "proxy.lab.replay": {
-        *("proxy.core.errors", "proxy.lab.service_levels", "proxy.wire"),
+        *("proxy.core.errors", "proxy.core.setting", "proxy.lab.service_levels", "proxy.wire"),
         *("traces", "__version__"),
     },
     "proxy.lab.audit": {

@@ -3,8 +3,7 @@
 This folder is a leaf: it imports nothing else of the project.
 """
 
-from balanceroute.traces.columns import read_names
-from balanceroute.traces.formats import write_native
+from balanceroute.traces.formats import read_names, write_native
 from balanceroute.traces.lines import TraceError, TraceRequest
 from balanceroute.traces.mix import read_mix, with_sessions
 from balanceroute.traces.reader import FORMATS, detect_format, read_trace, shipped_traces

@@ -13,13 +13,15 @@ written with nine digits, so that a trace that is written and read again is equa
 import gzip
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from types import NoneType
+from typing import Any, NamedTuple
 
 from balanceroute.traces.lines import (
     MAX_ARRIVAL_NS,
@@ -32,6 +34,7 @@ from balanceroute.traces.lines import (
     hash_ids_from_json,
     keys_of,
     level_from_json,
+    level_from_text,
     name_from_json,
     nanoseconds_from_json,
     nanoseconds_from_text,
@@ -272,13 +275,8 @@ def parse_mooncake(lines: Iterator[str]) -> Iterator[TraceRequest]:
         raise MalformedLineError(
             "a Bailian trace, with seconds and blocks of 16 tokens: --format bailian, or auto"
         )
-    requests = list(requests_of(_again(first, lines), unit_ns=NS_PER_MS))
+    requests = list(requests_of(chain((first,), lines), unit_ns=NS_PER_MS))
     return in_blocks(requests, _block_tokens(requests))
-
-
-def _again(first: str, lines: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from lines
 
 
 def requests_of(lines: Iterator[str], *, unit_ns: int) -> Iterator[TraceRequest]:
@@ -404,3 +402,106 @@ def _noting_chats(lines: Iterator[str], chats: list[str]) -> Iterator[str]:
         else:
             chats.append("")
         yield line
+
+
+# Traces with columns named by the user: `arrival=time,prompt=input_tokens,output=output_tokens`.
+#
+# A CSV file with a header or one JSON object a line. An arrival is a number of seconds, from any
+# zero, or a date and time as Azure's traces have it. Where no output is told, an empty cell or null
+# as of a request that failed, it is 0, and so may be its prompt. Also `limit` (the client's
+# `max_tokens`), `tenant`, `class` (an integer) and `deadline` (seconds from the arrival) may be
+# named; an empty cell or null is none.
+
+FIELDS = ("arrival", "prompt", "output")
+# Of a request that failed when it was recorded.
+_NO_OUTPUT = (None, "", "0", 0)
+OPTIONAL = ("limit", "tenant", "class", "deadline")
+_Read = Callable[[str, Any], Any]
+
+
+class _Cells(NamedTuple):
+    """How the values of a file are read, by their columns' names."""
+
+    nothing: object  # What stands where nothing is told.
+    seconds: _Read
+    tokens: _Read
+    name: _Read
+    level: _Read
+
+
+_FROM_JSON = _Cells(
+    None,
+    partial(nanoseconds_from_json, unit_ns=NS_PER_S),
+    tokens_from_json,
+    name_from_json,
+    level_from_json,
+)
+_FROM_TEXT = _Cells(
+    "",
+    partial(nanoseconds_from_text, unit_ns=NS_PER_S),
+    tokens_from_text,
+    lambda _, cell: cell,
+    level_from_text,
+)
+
+
+def read_names(text: str) -> dict[str, str]:
+    """Return the columns by field, of a text such as `arrival=time,prompt=in,output=out`.
+
+    Raises:
+        ValueError: A field is unknown, missing or given twice, or a name is empty.
+    """
+    names: dict[str, str] = {}
+    for part in text.split(","):
+        field, mark, name = (word.strip() for word in part.partition("="))
+        if field not in (*FIELDS, *OPTIONAL):
+            raise ValueError(f"{field!r} is none of {', '.join((*FIELDS, *OPTIONAL))}")
+        if not mark or not name or field in names:
+            raise ValueError(f"{field} needs one column, as in {field}=NAME")
+        names[field] = name
+    missing = [field for field in FIELDS if field not in names]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} is missing")
+    return names
+
+
+def parse_named(lines: Iterator[str], names: Mapping[str, str]) -> Iterator[TraceRequest]:
+    """Yield the requests, with arrivals since the file's own zero or since 1970.
+
+    Args:
+        lines: The lines of the file; at least one.
+        names: The columns by field.
+
+    Raises:
+        MalformedLineError: The line last taken from `lines` does not follow the format.
+    """
+    first = next(lines)
+    lines = chain((first,), lines)
+    if first.lstrip().startswith("{"):
+        for line in lines:
+            entry = decode_object(line)
+            values = {field: required(entry, name) for field, name in names.items()}
+            yield _named(values, names, _FROM_JSON)
+        return
+    for cells in read_columns(lines, tuple(names.values())):
+        yield _named(dict(zip(names, cells, strict=True)), names, _FROM_TEXT)
+
+
+def _named(values: Mapping[str, object], names: Mapping[str, str], cells: _Cells) -> TraceRequest:
+    arrival, nothing = values["arrival"], cells.nothing
+
+    def told(field: str, read: _Read, default: object) -> Any:
+        value = values.get(field, nothing)
+        return default if value == nothing else read(names[field], value)
+
+    failed = values["prompt"] == nothing and values["output"] in _NO_OUTPUT
+    is_date = isinstance(arrival, str) and (cells is _FROM_JSON or ":" in arrival)
+    return TraceRequest(
+        timestamp_ns(str(arrival)) if is_date else cells.seconds(names["arrival"], arrival),
+        0 if failed else cells.tokens(names["prompt"], values["prompt"]),
+        told("output", cells.tokens, 0),
+        max_tokens=told("limit", cells.tokens, None),
+        tenant=told("tenant", cells.name, ""),
+        level=told("class", cells.level, 0),
+        deadline_ns=told("deadline", cells.seconds, None),
+    )

@@ -18,7 +18,6 @@ from itertools import chain
 from os import PathLike
 from pathlib import Path
 
-from balanceroute.traces import columns as own_columns
 from balanceroute.traces import formats
 from balanceroute.traces.lines import (
     ONE_A_LINE,
@@ -97,7 +96,7 @@ def read_trace(
         path: The file; the name of a shipped trace, such as `azure_2023_conv`; or `-`, standard input.
         format: One of `FORMATS`, or `auto` to detect it by the first line.
         columns: For a table of no known format, the names of its columns by field
-            (`balanceroute.traces.columns`); None for a known format.
+            (`formats.FIELDS`); None for a known format.
 
     Raises:
         TraceError: The file cannot be read, has no request or a malformed line, or its format is
@@ -111,7 +110,7 @@ def read_trace(
         first_line = _first(Path(path), lines)
         every = chain((first_line,), lines)
         if columns is not None:
-            requests = list(own_columns.parse(every, columns))
+            requests = list(formats.parse_named(every, columns))
         else:
             name = _recognised(first_line) if format == "auto" else format
             requests = list(_FORMATS[name][1](every))

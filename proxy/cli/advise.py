@@ -4,6 +4,7 @@ import argparse
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -11,18 +12,15 @@ from rich.console import Console
 
 from balanceroute.proxy.capacity import Needs, needs
 from balanceroute.proxy.cli.outputs import (
+    add_output_flags,
+    answer,
     as_json_text,
-    check_output,
-    for_people,
-    write_output,
+    check_outputs,
+    print_lines,
 )
 from balanceroute.proxy.cli.run_flags import Machines, deployment_of
 from balanceroute.proxy.cli.simulate import DEPLOYMENT
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
-from balanceroute.proxy.cli.watched_fleet import (
-    Watched,
-    look_at,
-)
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.core.setting import choice, file, integer, number, words
@@ -34,7 +32,13 @@ from balanceroute.proxy.lab.advise.report import (
     plan_as_json,
     plan_lines,
 )
-from balanceroute.proxy.lab.audit.observation import AuditedEngines, Observation, observe
+from balanceroute.proxy.lab.audit.observation import (
+    AuditedEngines,
+    Observation,
+    Watched,
+    look_at,
+    observe,
+)
 from balanceroute.proxy.lab.sim.experiment import forecast_called
 from balanceroute.proxy.lab.sim.workload import MAX_RATE, playable, split
 from balanceroute.proxy.page_client import PageClient
@@ -103,14 +107,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_format_flags(trace)
     add_flags(trace, Planned)
     add_flags(parser.add_argument_group("the fleet of a trace"), *DEPLOYMENT)
-    parser.add_argument(
-        "--json", type=Path, metavar="OUT", help="write the advice as JSON; - is standard output"
-    )
+    add_output_flags(parser, plots=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     given = read_flags(arguments, *SECTIONS)
-    check_output("--json", arguments.json)
+    check_outputs(arguments)
     sources = {"--decode": arguments.decode, "--proxy": arguments.proxy, "--trace": arguments.trace}
     named = [flag for flag, value in sources.items() if value is not None]
     if len(named) != 1:
@@ -131,11 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         seen = asyncio.run(_watch(arguments, watched))
         found = _of_fleet(seen, watched.busy)
         told, advice = list(lines(found, watched.busy)), as_json(found)
-    with for_people(arguments.json):
-        for line in told:
-            print(line)  # noqa: T201 - the command line's answer.
-    if arguments.json is not None:
-        write_output("--json", arguments.json, as_json_text(advice))
+    answer(arguments, partial(print_lines, told), partial(as_json_text, advice))
     return 0
 
 
@@ -190,7 +188,7 @@ def _from_trace(
         )
         present = None
         if machines.prefill_servers is not None:
-            present = fleets.trial(machines.prefill_servers, machines.ranks)
+            present = fleets.trial(machines.prefill_servers, deployment.ranks)
         if slo == Slo():
             assert present is not None
             found = _of_trial(present, watched.busy)

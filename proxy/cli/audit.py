@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.outputs import (
+    add_output_flags,
+    answer,
     as_json_text,
-    check_output,
-    for_people,
-    make_plots_folder,
-    write_output,
-)
-from balanceroute.proxy.cli.watched_fleet import (
-    Watched,
-    look_at,
+    check_outputs,
+    print_lines,
 )
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.setting import integer, number
-from balanceroute.proxy.lab.audit.observation import AuditedEngines, Look, observe
+from balanceroute.proxy.lab.audit.observation import (
+    AuditedEngines,
+    Look,
+    Watched,
+    look_at,
+    observe,
+)
 from balanceroute.proxy.lab.audit.prometheus import PrometheusWindow, looks_of
 from balanceroute.proxy.lab.audit.replica import recover
 from balanceroute.proxy.lab.audit.report import Audit, as_json, lines, write_plots
@@ -77,16 +79,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "engines' histograms of lengths",
     )
     add_flags(parser, Audited)
-    parser.add_argument(
-        "--json", type=Path, metavar="OUT", help="write the findings as JSON; - is standard output"
-    )
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write a picture (PNG)")
+    add_output_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     watched = read_flags(arguments, Audited).read(Audited)
-    check_output("--json", arguments.json)
-    make_plots_folder(arguments.plots)
+    check_outputs(arguments)
     requests = None if arguments.trace is None else read_trace(arguments.trace)
     fleet = arguments.prefill, arguments.decode
     if arguments.prometheus is None:
@@ -108,11 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         unknown = str(error)
     audit = Audit(seen, seen.verdict, recovery, unknown)
-    with for_people(arguments.json):
-        for line in lines(audit):
-            print(line)  # noqa: T201 - the command line's answer.
-    if arguments.json is not None:
-        write_output("--json", arguments.json, as_json_text(as_json(audit)))
+    answer(arguments, lambda: print_lines(lines(audit)), lambda: as_json_text(as_json(audit)))
     if arguments.plots is not None:
         write_plots(audit, arguments.plots)
     return 0

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from balanceroute.proxy.cli.running_engines import (
     PAGE_S,
     EngineLook,
     fault_of,
-    judge_pair,
+    judge_pairs,
     look_at_all,
     several,
     told_connectors,
@@ -312,19 +313,17 @@ def _judge(report: Report) -> None:
         if not report.of(role) and not all(look.seen.fault for look in report.looks):
             cure = f"name one, by --{role} URL if it does not tell"
             report.blame("the engines", f"no {role} engine is among them", cure)
-    reported: set[str] = set()
-    for prefill in report.of(PREFILL):
-        for decode in report.of(DECODE):
-            for finding, what in judge_pair(report.connector, prefill.seen, decode.seen):
-                if what not in reported and finding.level == "error":
-                    report.blame(finding.key, finding.reason, "start both alike")
-                elif what not in reported:
-                    report.notes.append(f"{finding.key}: {finding.reason}")
-                reported.add(what)
-            if not set(prefill.models()) & set(decode.models()):
-                names = " and ".join(", ".join(one.models()) for one in (prefill, decode))
-                where = f"{prefill.name} and {decode.name}"
-                report.blame(where, f"serve other models: {names}", "start both with one model")
+    roles = report.of(PREFILL), report.of(DECODE)
+    for finding in judge_pairs(report.connector, *([one.seen for one in role] for role in roles)):
+        if finding.level == "error":
+            report.blame(finding.key, finding.reason, "start both alike")
+        else:
+            report.notes.append(f"{finding.key}: {finding.reason}")
+    for prefill, decode in product(*roles):
+        if not set(prefill.models()) & set(decode.models()):
+            names = " and ".join(", ".join(one.models()) for one in (prefill, decode))
+            where = f"{prefill.name} and {decode.name}"
+            report.blame(where, f"serve other models: {names}", "start both with one model")
     slots = told_slots(report.of(DECODE))
     if len(slots) > 1:
         what = f"have several max_num_seqs: {several(slots)}"

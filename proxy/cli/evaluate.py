@@ -1,7 +1,6 @@
 """`balanceroute evaluate`: judge predictors of output lengths on requests of the past."""
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,12 @@ from balanceroute.predictors.evaluation import (
 from balanceroute.proxy.cli.judgement_report import as_json, print_judgements, terms
 from balanceroute.proxy.cli.outputs import (
     StageBar,
+    add_output_flags,
+    answer,
+    as_json_text,
     check_output,
-    for_people,
     make_plots_folder,
     options,
-    write_output,
 )
 from balanceroute.proxy.cli.trace_flags import (
     MAX_HORIZON,
@@ -273,9 +273,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_past_flags(parser)
     add_flags(parser.add_argument_group("questions"), QuestionFlags)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
-    output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
+    add_output_flags(parser.add_argument_group("output"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -305,13 +303,16 @@ def run(arguments: argparse.Namespace) -> int:
     warn_of_limits(judged)
     title = f"{source_of(arguments)}: {len(judged):,} requests"
     caption = " ".join([terms(replay, age_step=asked.age_step), *_notes(given, models, history)])
-    with for_people(arguments.json):
-        print_judgements(judgements, baseline=_BASELINE, title=title, caption=caption)
-    if arguments.json is not None:
+
+    def report() -> str:
         results = as_json(replay.rows, judgements, baseline=_BASELINE)
-        report = {"config": _config(arguments, given), "results": results}
-        text = json.dumps(report, indent=2, allow_nan=False)
-        write_output("--json", arguments.json, text + "\n")
+        return as_json_text({"config": _config(arguments, given), "results": results})
+
+    answer(
+        arguments,
+        lambda: print_judgements(judgements, baseline=_BASELINE, title=title, caption=caption),
+        report,
+    )
     if arguments.plots is not None:
         write_plots(
             replay.rows, judgements, arguments.plots, title=title, baselines=len(_BASELINES)

@@ -12,11 +12,12 @@ from rich.table import Table
 
 from balanceroute.proxy.cli.outputs import (
     StageBar,
+    add_output_flags,
+    answer,
     as_json_text,
     check_output,
-    for_people,
+    check_outputs,
     make_plots_folder,
-    write_output,
 )
 from balanceroute.proxy.core.setting import integer, number
 from balanceroute.proxy.lab.model_choice.environment import (
@@ -97,7 +98,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     evaluate.add_argument(
         "--weights", type=Path, metavar="FILE", help="what `model-router train` wrote"
     )
-    evaluate.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
+    add_output_flags(evaluate, plots=False)
     add_flags(evaluate.add_argument_group("judgement"), RouterJudgement)
     for action in (train, evaluate):
         action.add_argument(
@@ -156,7 +157,7 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 def run_evaluate(arguments: argparse.Namespace) -> int:
     seed = read_flags(arguments, RouterJudgement).read(RouterJudgement).seed
-    check_output("--json", arguments.json)
+    check_outputs(arguments)
     scenario, lengths = _read(arguments)
     choices = _choices(scenario, arguments.weights)
     rates: dict[str, dict[float, ChoiceJudgement]] = {}
@@ -169,20 +170,16 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
             }
             gaps = bursty(_BURSTY_REQUESTS, np.random.default_rng(seed))
             bursts[name] = judge(scenario, lengths, choice, gaps, seed)
-    with for_people(arguments.json):
-        _print(rates, bursts, {name: _choice_us(one, scenario) for name, one in choices.items()})
-    if arguments.json is not None:
-        figures = {
-            name: {
-                "mean_by_rate": {str(rate): one.mean for rate, one in rates[name].items()},
-                "bursty_mean": bursts[name].mean,
-                "bursty_windows": dict(
-                    zip(map(str, THRESHOLDS), bursts[name].windows(), strict=True)
-                ),
-            }
-            for name in choices
+    figures = {
+        name: {
+            "mean_by_rate": {str(rate): one.mean for rate, one in rates[name].items()},
+            "bursty_mean": bursts[name].mean,
+            "bursty_windows": dict(zip(map(str, THRESHOLDS), bursts[name].windows(), strict=True)),
         }
-        write_output("--json", arguments.json, as_json_text(figures))
+        for name in choices
+    }
+    choice_us = {name: _choice_us(one, scenario) for name, one in choices.items()}
+    answer(arguments, lambda: _print(rates, bursts, choice_us), lambda: as_json_text(figures))
     if arguments.plots is not None:
         shown = list(choices)[-1]
         write_mix(scenario, rates[shown], f"Choice: {shown}", arguments.plots)

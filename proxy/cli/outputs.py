@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +42,44 @@ def check_output(flag: str, path: Path | None) -> None:
         raise ConfigError(f"{flag}: {path} is a directory")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{flag}: {path} cannot be written: permission denied")
+
+
+def add_output_flags(group: "argparse._ActionsContainer", *, plots: bool = True) -> None:
+    """Add `--json` and `--plots`."""
+    group.add_argument(
+        "--json", type=Path, metavar="OUT", help="write the figures as JSON; - is standard output"
+    )
+    if plots:
+        group.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
+
+
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """Find out now, not after the work, that its figures cannot be written.
+
+    Raises:
+        ConfigError: What `--json` or `--plots` names cannot be written, or pictures cannot be drawn.
+    """
+    check_output("--json", arguments.json)
+    make_plots_folder(getattr(arguments, "plots", None))
+
+
+def answer(
+    arguments: argparse.Namespace, show: Callable[[], None], report: Callable[[], str]
+) -> None:
+    """Print the figures for people, and write their JSON text if it is asked for.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    with for_people(arguments.json):
+        show()
+    if arguments.json is not None:
+        write_output("--json", arguments.json, report())
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)  # noqa: T201 - the command line's answer.
 
 
 def make_plots_folder(path: Path | None) -> None:

@@ -22,8 +22,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from balanceroute import __version__
 from balanceroute.proxy.cli.outputs import (
     PipedProgress,
+    add_output_flags,
+    answer,
     check_output,
-    for_people,
+    check_outputs,
     options,
     write_output,
 )
@@ -41,7 +43,6 @@ from balanceroute.proxy.core.setting import (
     integer,
     named,
     number,
-    seconds,
     text,
 )
 from balanceroute.proxy.lab.replay.driver import replay
@@ -50,7 +51,6 @@ from balanceroute.proxy.lab.replay.figures import STEADY_STATE
 from balanceroute.proxy.lab.replay.report import as_json, print_report, requests_as_json
 from balanceroute.proxy.lab.replay.requests import (
     BYTES_PER_TOKEN,
-    ReplayApi,
     ReplayLengths,
     ReplaySettings,
     plan,
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.lab.replay.requests import PlannedRequest
 
 
-_DEFAULTS = ReplaySettings(target="")
 # Of the bar, over which its tokens per second are taken.
 _RATE_UPDATES = 15
 # A trace that is sent so many times as fast or as slow as it was recorded is worth a warning, and so are
@@ -78,29 +77,11 @@ _LEAST_PACED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFlags:
-    """Where requests are sent, and how."""
+    """What is sent with requests."""
 
-    model: str | None = text(None, "its name (default: the first of /v1/models)", metavar="M")
-    api: ReplayApi = choice(_DEFAULTS.api, "endpoint", named(ReplayApi))
-    timeout: float = seconds(_DEFAULTS.timeout_s, "seconds until a whole answer must be there")
-    http3: bool = flag("send over one connection of HTTP/3 (https; the extra h3)")
     api_key_file: Path | None = file("its one line is sent as a bearer token", metavar="F")
     tenant_keys: Path | None = file(
         'the key of each tenant of the trace, sent instead: TOML lines NAME = "KEY"', metavar="F"
-    )
-    time_scale: float = number(
-        _DEFAULTS.time_scale,
-        "the target runs S times faster than real time: an emulated fleet; every time and rate "
-        "given or reported is the target's",
-        1e-3,
-        1e6,
-        metavar="S",
-    )
-    emulation: str | None = text(
-        None,
-        "any engine of the emulated fleet behind the target: it is told the lengths of the "
-        "answers, and its own figures are reported",
-        metavar="URL",
     )
 
 
@@ -142,7 +123,7 @@ class ReplayOutputs:
     label: str = text("target", "what to call the target in the report", metavar="LABEL")
 
 
-SECTIONS = (TargetFlags, ReplayPace, ReplayedTrace, ReplayOutputs, Goodput)
+SECTIONS = (ReplaySettings, TargetFlags, ReplayPace, ReplayedTrace, ReplayOutputs, Goodput)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -157,14 +138,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     target.add_argument(
         "--target", required=True, metavar="URL", help="http://host:port or https://host:port"
     )
-    add_flags(target, TargetFlags)
+    add_flags(target, ReplaySettings, TargetFlags)
     workload = parser.add_argument_group("workload")
     add_trace_flags(workload)
     add_flags(workload.add_mutually_exclusive_group(), ReplayPace)
     add_flags(workload, ReplayedTrace)
     output = parser.add_argument_group("output")
     add_flags(output, ReplayOutputs, Goodput)
-    output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
+    add_output_flags(output, plots=False)
     output.add_argument(
         "--requests-json", type=Path, metavar="OUT", help="write what happened to each request"
     )
@@ -173,7 +154,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     given = read_flags(arguments, *SECTIONS)
     settings, label = _settings(arguments, given), given.read(ReplayOutputs).label
-    check_output("--json", arguments.json)
+    check_outputs(arguments)
     check_output("--requests-json", arguments.requests_json)
     requests, notes = _workload(arguments, given.read(ReplayedTrace), settings)
     groups = len({request.group for request in requests})
@@ -186,11 +167,12 @@ def run(arguments: argparse.Namespace) -> int:
             "all times and rates are its own."
         )
     title = _title(arguments, settings, requests, result)
-    with for_people(arguments.json):
-        print_report(label, result, title=title, notes=notes, targets=settings.targets)
-    if arguments.json is not None:
-        config = _config(arguments, given, settings, requests, result)
-        write_output("--json", arguments.json, as_json(config, label, result))
+    config = _config(arguments, given, settings, requests, result)
+    answer(
+        arguments,
+        lambda: print_report(label, result, title=title, notes=notes, targets=settings.targets),
+        lambda: as_json(config, label, result),
+    )
     if arguments.requests_json is not None:
         text = requests_as_json(result, time_scale=settings.time_scale)
         write_output("--requests-json", arguments.requests_json, text)
@@ -200,34 +182,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace, given: Given) -> ReplaySettings:
-    target, pace, replayed = (
+    flags, pace, replayed = (
         given.read(TargetFlags),
         given.read(ReplayPace),
         given.read(ReplayedTrace),
     )
-    parsed = parse_target("--target", arguments.target)
-    if target.http3 and not parsed.tls:
+    parsed, http3 = parse_target("--target", arguments.target), given.values["http3"]
+    if http3 and not parsed.tls:
         raise ConfigError("--http3: needs a --target of https, as HTTP/3 is always encrypted")
-    if target.http3 and find_spec("aioquic") is None:
+    if http3 and find_spec("aioquic") is None:
         raise ConfigError("--http3: needs the extra h3: pip install '.[h3]'")
-    if target.emulation is not None:
-        parse_target("--emulation", target.emulation)
-    return ReplaySettings(
+    emulation = arguments.emulation
+    if emulation is not None:
+        parse_target("--emulation", emulation)
+    return given.read(
+        ReplaySettings,
         target=arguments.target,
-        model=target.model,
-        api=target.api,
         rate=pace.rate or 1.0,
         concurrency=pace.concurrency,
-        time_scale=target.time_scale,
-        timeout_s=target.timeout,
-        api_key=None if target.api_key_file is None else _api_key(target.api_key_file),
-        tenant_keys={} if target.tenant_keys is None else _tenant_keys(target.tenant_keys),
+        api_key=None if flags.api_key_file is None else _api_key(flags.api_key_file),
+        tenant_keys={} if flags.tenant_keys is None else _tenant_keys(flags.tenant_keys),
         seed=replayed.seed,
         request_ids=f"replay-{secrets.token_hex(4)}",
-        emulation=target.emulation,
-        lengths=_lengths(replayed.lengths, target.emulation),
+        lengths=_lengths(replayed.lengths, emulation),
         drain=not replayed.stop_at_last_arrival,
-        http3=target.http3,
     )
 
 

@@ -6,18 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, AimdOptions
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.prefill import PREFILL_CHOICES, ScoreSettings
-from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
-from balanceroute.proxy.core.setting import (
-    choice,
-    flag,
-    integer,
-    integers,
-    number,
-    numbers,
-    part,
-    words,
-)
+from balanceroute.proxy.core.prefill import ScoreSettings
+from balanceroute.proxy.core.queueing import FAIR_COSTS
+from balanceroute.proxy.core.setting import choice, flag, integer, number, words
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel, SimulatedEngineOptions
 from balanceroute.proxy.settings import Given
@@ -26,40 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from balanceroute.proxy.core.admission import Admission
-
-
-# The flags of engines that are not plain, for `simulate` and `emulate`.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFlags:
-    """How the decode ranks differ from plain ones."""
-
-    rank_speeds: tuple[float, ...] = numbers(
-        "how fast each rank reads its KV cache, relative to b; repeated over the ranks",
-        1e-3,
-        1e3,
-        metavar="X[,X..]",
-    )
-    rank_batches: tuple[int, ...] = integers(
-        "batch limit of each rank, repeated over the ranks", 1, 10**9, metavar="B[,B..]"
-    )
-    tokens_per_step: float = number(
-        1.0, "mean tokens that a request emits in a step, by speculative decoding", 1, 64
-    )
-    speculation_seed: int = integer(0, "of the accepted tokens", -(1 << 63), (1 << 63) - 1)
-    pause_above: float | None = number(
-        None,
-        "share of its time that the mean rank idles at the barrier, from which the heaviest rank "
-        "pauses requests, as with DyntraLB",
-        1e-3,
-        1,
-        shown_default="never",
-    )
-
-    @property
-    def options(self) -> SimulatedEngineOptions:
-        return part(SimulatedEngineOptions, self)
 
 
 # Keeps memory in bounds.
@@ -89,11 +46,6 @@ class Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines(Times):
-    ranks: int = integer(8, "decode ranks", 1, 10_000, metavar="G")
-    batch: int = integer(16, "batch limit of a rank", 1, 10**9, metavar="B")
-    kv_capacity: int | None = integer(
-        None, "KV tokens per rank", 1, 10**9, shown_default="no limit", metavar="TOKENS"
-    )
     recompute_us_per_token: float | None = number(
         None,
         "a rank computes again what its KV capacity had no room for, within a step, as vLLM does",
@@ -104,20 +56,6 @@ class Machines(Times):
     )
     prefill_servers: int | None = integer(
         None, "prefillers", 1, 10_000, shown_default="prefill at once", metavar="P"
-    )
-    prefill_choice: str = choice(
-        "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)
-    )
-    probe_limit: int | None = integer(
-        1, "prefills at a time on one prefiller, where they wait in turn", 1, 10**6, word="none"
-    )
-    prefiller_kv_tokens: int | None = integer(
-        None,
-        "KV tokens that one prefiller may hold for the pool",
-        1,
-        10**9,
-        shown_default="no limit",
-        metavar="TOKENS",
     )
     prefix_cache: int | None = integer(
         None,
@@ -134,42 +72,11 @@ class Machines(Times):
         10**6,
         metavar="TOKENS",
     )
-    local_prefill_tokens: int | None = integer(
-        None,
-        "a rank computes prompts of at most so many tokens itself, d for each, where that delays "
-        "all requests less",
-        1,
-        10**9,
-        shown_default="prefillers compute all",
-        metavar="TOKENS",
-    )
-    rank_prefix_cache: int | None = integer(
-        None,
-        "tokens in a rank's prefix cache, which it neither pulls nor computes again",
-        0,
-        10**12,
-        shown_default="no cache",
-        metavar="TOKENS",
-    )
-    local_prefill_always: bool = flag("let ranks compute all such prompts, whatever it costs")
-    pool_limit: int | None = integer(
-        None,
-        "requests in prefill or in the pool; others wait before prefill",
-        1,
-        10**9,
-        shown_default="no limit; with leases as in `serve`",
-    )
-    deep_pool: bool = flag(
-        "a pool limit as deep as leases allow, as of `serve --first-token prefill`"
-    )
     first_token: str = choice(
         "decode",
         "whose first token clients get: that of a rank, or at once the one of the prefiller, which "
         "needs --prefill-servers and implies --deep-pool",
         words(("prefill", "decode")),
-    )
-    queue_order: str = choice(
-        "fcfs", "in what order requests wait, before prefill and in the pool", words(QUEUE_ORDERS)
     )
     fair_queue: str = choice(
         "none",
@@ -201,7 +108,6 @@ class Machines(Times):
         5.0, "how long before the end of its lease a KV cache counts as lost", 0, 1e6, metavar="S"
     )
     speeds_unknown: bool = flag("do not tell the scheduler the --rank-speeds")
-    learn_speeds: bool = flag("let the scheduler learn the --rank-speeds instead of telling it")
 
     def prefill_model(self, servers: int) -> PrefillModel:
         return PrefillModel(
@@ -224,25 +130,16 @@ def deployment_of(given: Given, deadline_s: float | None) -> SimulatedDeployment
     early = machines.first_token == "prefill"  # noqa: S105 - no password.
     if early and prefill is None:
         raise ConfigError("--first-token prefill: needs --prefill-servers too")
-    return SimulatedDeployment(
-        ranks=machines.ranks,
-        batch_limit=machines.batch,
+    learns = given.values["learn_speeds"]
+    return given.read(
+        SimulatedDeployment,
         **machines.of("step", "transfer"),
-        rank_kv_tokens=machines.kv_capacity,
         recompute_ns_per_token=None if recompute is None else 1e3 * recompute,
         prefill=prefill,
-        prefill_choice=machines.prefill_choice,
         scores=given.read(ScoreSettings),
-        probe_limit=machines.probe_limit,
-        prefiller_kv_tokens=machines.prefiller_kv_tokens,
-        local_prefill_tokens=machines.local_prefill_tokens,
-        rank_cache_tokens=machines.rank_prefix_cache,
-        local_prefill_always=machines.local_prefill_always,
         deadline_ns=None if deadline_s is None else round(1e9 * deadline_s),
-        pool_limit=machines.pool_limit,
-        deep_pool=machines.deep_pool or early,
+        deep_pool=given.values["deep_pool"] or early,
         early_tokens=early,
-        queue_order=machines.queue_order,
         fair_queue=None if machines.fair_queue == "none" else machines.fair_queue,
         admission=_admission(machines),
         expects_first_tokens=machines.admission in EXPECTING,
@@ -250,9 +147,8 @@ def deployment_of(given: Given, deadline_s: float | None) -> SimulatedDeployment
         queue_ttl_ns=None if queue_ttl_s is None else round(1e9 * queue_ttl_s),
         lease_ns=None if machines.lease_s is None else round(1e9 * machines.lease_s),
         lease_margin_ns=round(1e9 * machines.lease_margin_s),
-        engines=given.read(EngineFlags).options,
-        speeds_known=not (machines.speeds_unknown or machines.learn_speeds),
-        learn_speeds=machines.learn_speeds,
+        engines=given.read(SimulatedEngineOptions),
+        speeds_known=not (machines.speeds_unknown or learns),
     )
 
 

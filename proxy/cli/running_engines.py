@@ -8,6 +8,7 @@ import asyncio
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from balanceroute.proxy.live.security import engine_context
 from balanceroute.proxy.live.settings.engines import BOOTSTRAP_PORT
 from balanceroute.proxy.page_client import PageClient, UnansweredError
 from balanceroute.topologies import CONNECTORS, Finding
+from balanceroute.topologies.tables import Level
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.settings.config import ProxyConfig
@@ -114,17 +116,27 @@ class Seen:
         return min((size for size in sizes if size is not None), default=None)
 
 
-def judge_pair(connector: str, prefill: Seen, decode: Seen) -> Iterator[tuple[Finding, str]]:
-    """Yield where two engines differ: the finding, and the two values, which other pairs may have too."""
-    key = f"decode {decode.url} and prefill {prefill.url}"
+def judge_pairs(
+    connector: str, prefill: Iterable[Seen], decode: Iterable[Seen]
+) -> Iterator[Finding]:
+    """Yield where two engines differ. One pair stands for all others of the same two values."""
+    reported: set[str] = set()
+    for one, other in product(prefill, decode):
+        for level, words, what in _differences(connector, one, other):
+            if what not in reported:
+                reported.add(what)
+                yield Finding(level, f"decode {other.url} and prefill {one.url}", words)
+
+
+def _differences(connector: str, prefill: Seen, decode: Seen) -> Iterator[tuple[Level, str, str]]:
     for one in misfits(connector, prefill.facts, decode.facts):
-        yield Finding("error" if one.refused else "note", key, str(one)), one.what
+        yield "error" if one.refused else "note", str(one), one.what
     lengths = {model.name: model.max_model_len for model in prefill.models}
     for model in decode.models:
         ours, theirs = model.max_model_len, lengths.get(model.name, model.max_model_len)
         if ours != theirs:
             what = f"have max_model_len {ours} and {theirs} of {model.name!r}"
-            yield Finding("note", key, what), what
+            yield "note", what, what
 
 
 async def look_at(pages: PageClient, one: Seen) -> Seen:

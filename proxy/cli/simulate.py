@@ -4,7 +4,6 @@ import argparse
 import sys
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,13 +13,13 @@ from balanceroute import __version__
 from balanceroute.proxy.cli.outputs import (
     PipedProgress,
     StageBar,
-    check_output,
+    add_output_flags,
+    answer,
+    check_outputs,
     for_people,
-    make_plots_folder,
     options,
-    write_output,
 )
-from balanceroute.proxy.cli.run_flags import EngineFlags, Machines, deployment_of
+from balanceroute.proxy.cli.run_flags import Machines, deployment_of
 from balanceroute.proxy.cli.trace_flags import (
     Goodput,
     add_trace_flags,
@@ -35,6 +34,7 @@ from balanceroute.proxy.core.prefill import ScoreSettings
 from balanceroute.proxy.core.setting import integer, number, settings_of, text
 from balanceroute.proxy.lab.service_levels import ServiceTargets
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
+from balanceroute.proxy.lab.sim.engines import SimulatedEngineOptions
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, forecast_called, run_experiment
 from balanceroute.proxy.lab.sim.plots import write_plots, write_service_plots
 from balanceroute.proxy.lab.sim.recorder import groups_of
@@ -100,7 +100,7 @@ class Lateness:
     )
 
 
-DEPLOYMENT = (Machines, ScoreSettings, AimdOptions, EngineFlags)
+DEPLOYMENT = (SimulatedDeployment, Machines, ScoreSettings, AimdOptions, SimulatedEngineOptions)
 # What they say does nothing beside others as in `serve`.
 _AS_SERVED = (ScoreSettings, AimdOptions, PolicySettings)
 SECTIONS = (
@@ -130,10 +130,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_flags(parser.add_argument_group("policies"), Compared, PolicySettings, Lateness)
     output = parser.add_argument_group("output")
     add_flags(output, Goodput)
-    output.add_argument(
-        "--json", type=Path, metavar="OUT", help="write the figures as JSON; - is standard output"
-    )
-    output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
+    add_output_flags(output)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -147,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         forecast = forecast_called(compared.predictor)
     workloads, dropped = _workloads(arguments, given)
     targets = given.read(Goodput).targets(max(len(groups_of(one.requests)) for one in workloads))
-    _check_outputs(arguments)
+    check_outputs(arguments)
     results: list[PolicyResult] = []
     try:
         _simulate(
@@ -173,12 +170,12 @@ def run(arguments: argparse.Namespace) -> int:
     if interrupted:
         notes.append(f"Interrupted before the end of {', '.join(policies[len(results) :])}.")
     notes += hints(results, deployment, workloads)
-    with for_people(arguments.json):
-        print_table(results, title=title, caption=" ".join(notes), targets=targets)
-    if arguments.json is not None:
-        config = _config(arguments, given, policies, workloads, dropped)
-        config |= {"interrupted": interrupted}
-        write_output("--json", arguments.json, as_json(config, results))
+    config = _config(arguments, given, policies, workloads, dropped) | {"interrupted": interrupted}
+    answer(
+        arguments,
+        lambda: print_table(results, title=title, caption=" ".join(notes), targets=targets),
+        lambda: as_json(config, results),
+    )
     if arguments.plots is not None:
         pictures = write_plots(results, arguments.plots, title=title)
         pictures += write_service_plots(results, arguments.plots, title=title)
@@ -219,12 +216,6 @@ def _policies(names: str, given: Given) -> list[str]:
         raise ConfigError(f"--policy: {names} names a policy twice")
     _tell_idle(given, policies)
     return policies
-
-
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Find out now, not after the simulation, that its figures cannot be written."""
-    check_output("--json", arguments.json)
-    make_plots_folder(arguments.plots)
 
 
 def _workloads(arguments: argparse.Namespace, given: Given) -> "tuple[list[Workload], int]":
@@ -308,7 +299,7 @@ def _simulate(
 
 
 def _title(arguments: argparse.Namespace, given: Given, workloads: "Sequence[Workload]") -> str:
-    pace_given, machines = given.read(SimulationPace), given.read(Machines)
+    pace_given, values = given.read(SimulationPace), given.values
     requests = sum(len(workload.requests) for workload in workloads)
     pace = f"rate {workloads[0].rate:g}"
     if pace_given.backlog is not None:
@@ -317,7 +308,7 @@ def _title(arguments: argparse.Namespace, given: Given, workloads: "Sequence[Wor
         pace = f"{pace_given.concurrency:,} under way"
     return (
         f"{trace_path(arguments).name}: {requests:,} requests, {pace}, "
-        f"{machines.ranks} ranks x batch {machines.batch}"
+        f"{values['ranks']} ranks x batch {values['batch']}"
     )
 
 
@@ -331,8 +322,10 @@ def _config(
     chosen = options(arguments)
     for name in ("json", "plots"):
         del chosen[name]
-    machines = given.read(Machines)
-    used = given.read(PolicySettings).resolved(ranks=machines.ranks, batch_limit=machines.batch)
+    machines = given.read(SimulatedDeployment)
+    used = given.read(PolicySettings).resolved(
+        ranks=machines.ranks, batch_limit=machines.batch_limit
+    )
     parameters = {one.name: getattr(used, one.attribute) for one in settings_of(PolicySettings)}
     assert used.form is not None
     return (

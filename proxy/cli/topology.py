@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.cli.running_engines import Seen, client_of, judge_pair, look_at
+from balanceroute.proxy.cli.running_engines import Seen, client_of, judge_pairs, look_at
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_facts import doubts
 from balanceroute.proxy.live.engines.instances import Role
@@ -150,14 +150,7 @@ def judge(topology: "Topology", connector: str, seen: Sequence[Seen]) -> Iterato
             yield from _judge_one(topology, connector, one)
     prefillers = [one for one in answered if one.role == "prefill"]
     decoders = [one for one in answered if one.role == "decode"]
-    reported: set[str] = set()
-    for prefill in prefillers:
-        for decode in decoders:
-            for finding, what in judge_pair(connector, prefill, decode):
-                # One pair stands for all others of the same two values.
-                if what not in reported:
-                    reported.add(what)
-                    yield finding
+    yield from judge_pairs(connector, prefillers, decoders)
 
 
 def _judge_one(topology: "Topology", connector: str, one: Seen) -> Iterator[Finding]:

@@ -10,13 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from balanceroute import __version__
-from balanceroute.proxy.cli.outputs import (
-    as_json_text,
-    check_output,
-    for_people,
-    make_plots_folder,
-    write_output,
-)
+from balanceroute.proxy.cli.outputs import add_output_flags, answer, as_json_text, check_outputs
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.setting import integer
 from balanceroute.proxy.lab.service_levels import wide_console
@@ -64,29 +58,23 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="which trace is a rank's; may be given more than once",
     )
     add_flags(parser, SampleFlags)
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--json", type=Path, metavar="OUT", help="write the figures as JSON; - is standard output"
-    )
-    output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
+    add_output_flags(parser.add_argument_group("output"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     min_tokens = read_flags(arguments, SampleFlags).read(SampleFlags).min_tokens
     given = _given(arguments.map)
-    check_output("--json", arguments.json)
-    make_plots_folder(arguments.plots)
+    check_outputs(arguments)
     log = read_load_log(arguments.log)
     spans = [(samples.times_ns[0], samples.times_ns[-1]) for samples in log.values()]
     span_ns = (int(min(begin for begin, _ in spans)), int(max(end for _, end in spans)))
     traces = match(read_traces(arguments.steps), list(log), given=given, span_ns=span_ns)
     validation = validate(log, traces, min_tokens=min_tokens)
-    with for_people(arguments.json):
-        _print(validation, min_tokens)
-    if arguments.json is not None:
-        write_output(
-            "--json", arguments.json, as_json_text(_as_json(arguments, min_tokens, validation))
-        )
+    answer(
+        arguments,
+        lambda: _print(validation, min_tokens),
+        lambda: as_json_text(_as_json(arguments, min_tokens, validation)),
+    )
     if arguments.plots is not None:
         title = f"{arguments.log.name}, {arguments.steps.name}: {len(validation.ranks)} ranks"
         write_plots(validation, arguments.plots, title=title)

@@ -84,13 +84,12 @@ def check_ranges(section: object) -> None:
     """
     for one in settings_of(type(section)):
         value = getattr(section, one.attribute)
-        # Not a number is in no range.
-        if (
-            one.bounds is not None
-            and value is not None
-            and not one.bounds[0] <= value <= one.bounds[1]
-        ):
-            raise ConfigError(f"{one.attribute} is {value}, must be {_range(*one.bounds)}")
+        many = isinstance(value, tuple)
+        for item in value if many else (value,):
+            # Not a number is in no range.
+            if not (one.bounds is None or item is None or one.bounds[0] <= item <= one.bounds[1]):
+                verb = "has" if many else "is"
+                raise ConfigError(f"{one.attribute} {verb} {item}, must be {_range(*one.bounds)}")
 
 
 def part(component: Callable[..., T], *sections: object, **others: object) -> T:
@@ -158,11 +157,17 @@ def number(
     word: str = "",
     shown_default: str = "",
     metavar: str = "X",
+    name: str = "",
 ) -> T | float:
     """Declare a number; see `integer`."""
     check = _or_word(partial(_number, least=least, most=most, word=word), word)
     shown_default = shown_default or word if default is None else f"{default:g}"
-    traits = {"bounds": (least, most), "kind": "number", "words": (word,) * bool(word)}
+    traits = {
+        "bounds": (least, most),
+        "kind": "number",
+        "words": (word,) * bool(word),
+        "name": name,
+    }
     return _declare(default, text, check, shown_default, metavar, parse=_parse_number, **traits)
 
 
@@ -251,14 +256,16 @@ def integers(text: str, least: int, most: int, *, metavar: str) -> tuple[int, ..
     """Declare a list of integers: with commas on the command line, an array in a file."""
     check = partial(_integer, least=least, most=most)
     nothing: tuple[int, ...] = ()
-    return _declare(nothing, text, _all_of(check, _parse_integer), "", metavar, kind="array")
+    traits: dict[str, Any] = {"kind": "array", "bounds": (least, most)}
+    return _declare(nothing, text, _all_of(check, _parse_integer), "", metavar, **traits)
 
 
 def numbers(text: str, least: float, most: float, *, metavar: str) -> tuple[float, ...]:
     """Declare a list of numbers; see `integers`."""
     check = partial(_number, least=least, most=most)
     nothing: tuple[float, ...] = ()
-    return _declare(nothing, text, _all_of(check, _parse_number), "", metavar, kind="array")
+    traits: dict[str, Any] = {"kind": "array", "bounds": (least, most)}
+    return _declare(nothing, text, _all_of(check, _parse_number), "", metavar, **traits)
 
 
 def weights(default: tuple[float, ...], text: str, *, metavar: str) -> tuple[float, ...]:

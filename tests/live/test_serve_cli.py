@@ -211,7 +211,6 @@ def test_every_word_of_the_fleet_is_understood_where_it_is_emulated(tmp_path: Pa
     emulate.add_parser(parser.add_subparsers())
     words: dict[str, object] = {
         "host": "::1",
-        "proxy_ca_file": "/etc/ca.pem",
         "rank_speeds": [2.0, 3.0],
         "rank_batches": [2, 3],
         "pause_above": 0.5,

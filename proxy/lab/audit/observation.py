@@ -5,15 +5,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf, isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
 from balanceroute.proxy.capacity import BoundVerdict, judge
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
+from balanceroute.proxy.core.setting import file, number
 from balanceroute.proxy.lab.validate.validation import Fit, fit_step_time
 from balanceroute.proxy.page_client import UnansweredError, root_of
 
@@ -445,6 +448,18 @@ _MOST_FAILURES = 10
 """Looks in a row that may fail."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """How long and how closely is looked."""
+
+    minutes: float = number(5.0, "look at a running fleet for so long", 0.1, 1440.0, metavar="N")
+    interval_s: float = number(1.0, "between two looks", 0.05, 60.0, metavar="S")
+    timeout_s: float = number(5.0, "for one page", 0.1, 60.0, metavar="S")
+    ca_file: Path | None = file(
+        "verifies the certificates of https:// addresses (default: the system's authorities)"
+    )
+
+
 class Watcher:
     """Looks at a fleet."""
 
@@ -501,6 +516,20 @@ class AuditedEngines(Watcher):
             return read_page(await self._pages.page(at))
         except (UnansweredError, PageError) as error:
             raise PageError(f"{url}: {error}") from None
+
+
+async def look_at(fleet: Watcher, watched: Watched) -> list[Look]:
+    """Look at a fleet as asked for, with a line on the terminal meanwhile.
+
+    Raises:
+        ConfigError: The fleet cannot be read.
+    """
+    with Console(stderr=True).status("looking at the engines") as status:
+        return await fleet.watch(
+            seconds=60.0 * watched.minutes,
+            interval_s=watched.interval_s,
+            progress=lambda looks: status.update(f"{looks:,} looks at the engines"),
+        )
 
 
 def metrics_url(flag: str, url: str) -> str:

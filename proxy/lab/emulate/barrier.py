@@ -23,26 +23,17 @@ _MAX_LATE_S = 1.0
 
 
 class Batched(Protocol):
-    """A sequence of tokens that a batch works on."""
+    """A sequence of tokens that a batch works on; see `TokenSequence`."""
 
     @property
     def kv_tokens(self) -> int: ...
 
     @property
-    def tokens_left(self) -> int:
-        """The most tokens that it may still emit."""
-        ...
+    def tokens_left(self) -> int: ...
 
-    def advance(self, *, more: bool) -> bool:
-        """Emit the next token; return whether it was the last.
+    def advance(self, *, more: bool) -> bool: ...
 
-        `more`: another token follows in the same step, so that a server sends both together.
-        """
-        ...
-
-    def dropped(self) -> None:
-        """Handle its removal from the batch because the KV cache is full."""
-        ...
+    def dropped(self) -> None: ...
 
 
 @dataclass(slots=True)

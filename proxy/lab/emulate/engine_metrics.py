@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from prometheus_client.utils import floatToGoString
+
 from balanceroute.proxy.lab.emulate.faults import MalformedScrape
 
 CONTENT_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
@@ -78,7 +80,9 @@ def render_metrics(
 
     def family(name: str, kind: str, words: str, samples: Iterable[tuple[str, float]]) -> None:
         lines.append(f"# HELP vllm:{name} {words}\n# TYPE vllm:{name} {kind}")
-        lines.extend(f"vllm:{name}{{{labels}}} {_number(value)}" for labels, value in samples)
+        lines.extend(
+            f"vllm:{name}{{{labels}}} {_number(value)}" for labels, value in samples
+        )
 
     def each(labels: Mapping[str, str] | None = None) -> list[tuple[str, EmulatedRankState]]:
         return [(_labels(model, state.rank, labels), state) for state in states]
@@ -232,10 +236,4 @@ def _labels(model: str, rank: int, more: Mapping[str, str] | None) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a number as prometheus_client does: from a million on as Go does."""
-    text = repr(value)
-    point = text.find(".")
-    if value > 0 and point > 6 and "e" not in text:
-        mantissa = f"{text[0]}.{text[1:point]}{text[point + 1 :]}".rstrip("0.")
-        return f"{mantissa}e+{point - 1:02d}"
-    return text
+    return str(floatToGoString(value))  # type: ignore[no-untyped-call]

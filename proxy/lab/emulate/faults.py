@@ -4,9 +4,10 @@ import asyncio
 import gzip
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.wire.http1.server import Reply
@@ -89,68 +90,57 @@ class MalformedScrape(Enum):
     IDLE = "idle"  # Claims that nothing runs, waits or fills the cache.
 
 
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """The faults of an engine. Probabilities are per request, drawn on arrival.
+Share = Annotated[float, Meta(ge=0, le=1)]
+Time = Annotated[float, Meta(ge=0, le=1e9)]
+Count = Annotated[int, Meta(ge=0, le=10**9)]
+SomeTime = Annotated[float, Meta(gt=0, le=1e9)]
 
-    Raises:
-        ConfigError: A value is invalid; the message begins with its name.
-    """
 
-    status_400: float = 0.0  # Probability of an error with this status; likewise the next four.
-    status_413: float = 0.0
-    status_429: float = 0.0
-    status_500: float = 0.0
-    status_503: float = 0.0
-    retry_after_s: int = 1  # `Retry-After` of the 429 and 503.
+class Faults(Struct, frozen=True, forbid_unknown_fields=True):
+    """The faults of an engine. Probabilities are per request, drawn on arrival."""
+
+    status_400: Share = 0.0  # Probability of an error with this status; likewise the next four.
+    status_413: Share = 0.0
+    status_429: Share = 0.0
+    status_500: Share = 0.0
+    status_503: Share = 0.0
+    retry_after_s: Count = 1  # `Retry-After` of the 429 and 503.
     error_form: ErrorForm | None = None  # How errors are written; None for as vLLM does.
     # Whether refusals have the status 200: of a stream they are its first event.
     errors_in_200: bool = False
-    reset_before_headers: float = 0.0  # Probability of a reset instead of an answer.
+    reset_before_headers: Share = 0.0  # Probability of a reset instead of an answer.
     hang: bool = False  # Requests are accepted and never answered.
     refuse: bool = False  # Connections are refused; answers in progress continue.
     unhealthy: bool = False  # GET /health answers 503.
     # The engine was told to stop: it aborts what is in progress, and what comes at once.
     stopping: bool = False
     frozen: Frozen | None = None  # A decode engine's ranks do nothing more; None for they work.
-    delay_s: float = 0.0  # Emulated time that a request waits before it is processed.
+    delay_s: Time = 0.0  # Emulated time that a request waits before it is processed.
     # The connection is reset after so many tokens of a choice; with 0 after the headers. An answer
     # that ends sooner has no fault. Likewise the next four.
-    reset_after_tokens: int | None = None
+    reset_after_tokens: Count | None = None
     # The stream ends properly, but without a finish reason or `[DONE]`.
-    end_after_tokens: int | None = None
-    stall_after_tokens: int | None = None  # No further token is emitted, and the slot stays taken.
-    error_event_after_tokens: int | None = None  # The engine fails as vLLM does.
-    recomputed_after_tokens: int | None = None  # The choice ends with `stop_reason` "recomputed".
+    end_after_tokens: Count | None = None
+    stall_after_tokens: Count | None = (
+        None  # No further token is emitted, and the slot stays taken.
+    )
+    error_event_after_tokens: Count | None = None  # The engine fails as vLLM does.
+    recomputed_after_tokens: Count | None = None  # The choice ends with `stop_reason` "recomputed".
     lose_end: bool = False  # Streams are reset behind their last token: no usage, no `[DONE]`.
     # Loop time between two comments in streams, however little else comes; None for none.
-    keep_alive_s: float | None = None
+    keep_alive_s: SomeTime | None = None
     # Probability that the first token ends the text, whatever `min_tokens` says.
-    eos_first: float = 0.0
-    drop_kv_params: float = 0.0  # Probability that a prefill answer has no `kv_transfer_params`.
-    alien_kv_params: float = 0.0  # Probability that it has those of another request.
+    eos_first: Share = 0.0
+    drop_kv_params: Share = 0.0  # Probability that a prefill answer has no `kv_transfer_params`.
+    alien_kv_params: Share = 0.0  # Probability that it has those of another request.
     after_pull: AfterPull | None = None  # What happens to requests whose KV cache has been pulled.
-    after_pull_s: float = 0.0  # Emulated time from the pull to that.
-    lease_s: float | None = None  # Lease of prefilled KV caches, instead of the fleet's setting.
+    after_pull_s: Time = 0.0  # Emulated time from the pull to that.
+    lease_s: SomeTime | None = None  # Lease of prefilled KV caches, instead of the fleet's setting.
     malformed: MalformedStream | None = None  # What is wrong with streams.
     malformed_answer: MalformedAnswer | None = None  # What is wrong with other answers.
-    trickle_s: float = 0.1  # Loop time between two bytes of a trickling answer.
-    slow_scrape_s: float = 0.0  # Loop time until GET /metrics answers.
+    trickle_s: Time = 0.1  # Loop time between two bytes of a trickling answer.
+    slow_scrape_s: Time = 0.0  # Loop time until GET /metrics answers.
     malformed_scrape: MalformedScrape | None = None  # What is wrong with /metrics.
-
-    def __post_init__(self) -> None:
-        for name in _PROBABILITIES:
-            value = getattr(self, name)
-            if not 0.0 <= value <= 1.0:
-                raise ConfigError(f"{name} is {value}, must be from 0 to 1")
-        for name in (*_TIMES, *TOKEN_FAULTS):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1e9:
-                raise ConfigError(f"{name} is {value}, must be from 0 to 1e+09")
-        for name in _ABOVE_ZERO:
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1e9:
-                raise ConfigError(f"{name} is {value}, must be above 0, up to 1e+09")
 
     @property
     def by_token(self) -> bool:
@@ -163,13 +153,12 @@ class Faults:
         Raises:
             ConfigError: A field is unknown, or a value is invalid.
         """
-        known = {entry.name: entry.type for entry in fields(self)}
-        values: dict[str, Any] = {}
-        for name, value in changes.items():
-            if name not in known:
-                raise ConfigError(f"{name} is not a fault; known: {', '.join(known)}")
-            values[name] = _read(name, value)
-        return replace(self, **values)
+        wanted = to_builtins(self) | to_builtins(dict(changes))
+        try:
+            return convert(wanted, Faults)
+        except ValidationError as error:
+            reason, _, place = str(error).partition(" - at `$.")
+            raise ConfigError(f"{place.strip('`')}: {reason}" if place else reason) from None
 
 
 STATUSES = (400, 413, 429, 500, 503)
@@ -180,44 +169,6 @@ TOKEN_FAULTS = (
     "error_event_after_tokens",
     "recomputed_after_tokens",
 )
-_PROBABILITIES = (
-    *(f"status_{status}" for status in STATUSES),
-    "reset_before_headers",
-    "eos_first",
-    "drop_kv_params",
-    "alien_kv_params",
-)
-_ABOVE_ZERO = ("lease_s", "keep_alive_s")
-_TIMES = ("retry_after_s", "delay_s", "after_pull_s", "trickle_s", "slow_scrape_s")
-_WORDS: Mapping[str, type[Enum]] = {
-    "after_pull": AfterPull,
-    "error_form": ErrorForm,
-    "frozen": Frozen,
-    "malformed": MalformedStream,
-    "malformed_answer": MalformedAnswer,
-    "malformed_scrape": MalformedScrape,
-}
-_SWITCHES = ("errors_in_200", "hang", "refuse", "unhealthy", "stopping", "lose_end")
-_NEEDED: Mapping[str, type] = dict.fromkeys(_SWITCHES, bool) | dict.fromkeys(TOKEN_FAULTS, int)
-
-
-def _read(name: str, value: Any) -> Any:
-    """Return a value converted to the field's type."""
-    if name in _WORDS:
-        kind = _WORDS[name]
-        if value is None or isinstance(value, kind):
-            return value
-        try:
-            return kind(value)
-        except ValueError:
-            words = ", ".join(str(member.value) for member in kind)
-            raise ConfigError(f"{name} is {value!r}, must be one of {words}") from None
-    needed = _NEEDED.get(name, int | float)
-    if value is None and name in (*TOKEN_FAULTS, *_ABOVE_ZERO):
-        return None
-    if not isinstance(value, needed) or (isinstance(value, bool) and needed is not bool):
-        raise ConfigError(f"{name} is {value!r}, of the wrong type")
-    return value
 
 
 # The output of a faulty engine.

@@ -5,11 +5,12 @@ import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from enum import Enum
+from dataclasses import replace
 from functools import partial
 from ssl import SSLContext
 from typing import Any
+
+from msgspec import to_builtins
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.emulate.barrier import Barrier, StepCounters
@@ -136,10 +137,8 @@ class FleetControl:
                 fleet.reset_stats()
                 return {}
             case "GET", "faults":
-                return {
-                    engine: _plain(asdict(faults))
-                    for engine, faults in fleet.faults.active().items()
-                }
+                active = fleet.faults.active()
+                return {engine: to_builtins(faults) for engine, faults in active.items()}
             case "POST", "faults":
                 values = _values(body)
                 return {"engines": fleet.faults.set(values.pop("engine", "all"), **values)}
@@ -176,12 +175,6 @@ def _values(body: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError("the body is not a JSON object")
     return values
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.value if isinstance(value, Enum) else value for name, value in values.items()
-    }
 
 
 # The first port of vLLM's NIXL side channels; no server listens there.

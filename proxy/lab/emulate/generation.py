@@ -69,15 +69,6 @@ class EmulatedGeneration:
         self._engine = engine
         self._hub = hub
 
-    def chat(self, request: "HttpRequest", reply: "Reply") -> None:
-        self._take(request, reply, _read_chat)
-
-    def completion(self, request: "HttpRequest", reply: "Reply") -> None:
-        self._take(request, reply, _read_completion)
-
-    def tokens(self, request: "HttpRequest", reply: "Reply") -> None:
-        self._take(request, reply, read_tokens)
-
     def messages(self, request: "HttpRequest", reply: "Reply") -> None:
         try:
             chat = read_messages(read_json(request.body))
@@ -86,7 +77,7 @@ class EmulatedGeneration:
             reply.send(error.status, json_headers(self._hub.date()), error.body())
             return
         translated = replace(request, body=json.dumps(chat).encode())
-        self.chat(translated, cast("Reply", MessagesReply(reply, self._hub)))
+        self.take(_read_chat, translated, cast("Reply", MessagesReply(reply, self._hub)))
 
     def responses(self, request: "HttpRequest", reply: "Reply") -> None:
         try:
@@ -99,13 +90,13 @@ class EmulatedGeneration:
         headers = [field for field in request.headers if field[0] != b"x-data-parallel-rank"]
         translated = replace(request, headers=headers, body=json.dumps(chat).encode())
         own = cast("Reply", ResponsesReply(reply, values, self._hub))
-        self._take(translated, own, _read_response)
+        self.take(_read_response, translated, own)
 
     def _happens(self, probability: float) -> bool:
         # No number is drawn for an impossible fault, so that one kind of fault does not change others.
         return probability > 0 and self._hub.rng.random() < probability
 
-    def _take(self, request: "HttpRequest", reply: "Reply", read: _Read) -> None:
+    def take(self, read: _Read, request: "HttpRequest", reply: "Reply") -> None:
         engine, faults = self._engine, self._engine.faults
         if self._hub.settings.frontend is Frontend.RUST and not isinstance(reply, TranslatedReply):
             reply = cast("Reply", RustReply(reply))
@@ -301,11 +292,11 @@ class Routes:
         self._hub = hub
         generation = EmulatedGeneration(engine, hub)
         self._routes: dict[bytes, tuple[bytes, Callable[[HttpRequest, Reply], None]]] = {
-            b"/v1/chat/completions": (b"POST", generation.chat),
-            b"/v1/completions": (b"POST", generation.completion),
+            b"/v1/chat/completions": (b"POST", partial(generation.take, _read_chat)),
+            b"/v1/completions": (b"POST", partial(generation.take, _read_completion)),
             b"/v1/messages": (b"POST", generation.messages),
             b"/v1/responses": (b"POST", generation.responses),
-            b"/inference/v1/generate": (b"POST", generation.tokens),
+            b"/inference/v1/generate": (b"POST", partial(generation.take, read_tokens)),
             b"/v1/messages/count_tokens": (b"POST", self._posted(answer_count_tokens)),
             b"/tokenize": (b"POST", self._posted(answer_tokenize)),
             b"/detokenize": (b"POST", self._posted(answer_detokenize)),

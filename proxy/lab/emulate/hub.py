@@ -13,7 +13,7 @@ from uuid import UUID
 
 from balanceroute.proxy.lab.emulate.barrier import Barrier
 from balanceroute.proxy.lab.emulate.exchange import EngineExchange
-from balanceroute.proxy.lab.emulate.leases import KvSource, LeaseBook
+from balanceroute.proxy.lab.emulate.leases import KvPeer, LeaseBook
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.lab.emulate.tokens import AnswerLengths
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
@@ -143,7 +143,7 @@ class Hub:
     # Returns status and JSON of a request below `/emulation`, by method, path below it, and body.
     control: Callable[[bytes, str, bytes], tuple[int, object]]
     book: LeaseBook = field(default_factory=LeaseBook)
-    sources: list[KvSource] = field(default_factory=list)  # The prefillers, including dead ones.
+    sources: list[KvPeer] = field(default_factory=list)  # The prefillers, including dead ones.
     # The lengths of the answers to named requests.
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)

@@ -261,14 +261,10 @@ class KvPeer(Protocol):
     """An engine as its peers know it."""
 
     @property
-    def name(self) -> str:
-        """Its name in the fleet, the same after a restart."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def engine_id(self) -> str:
-        """Its id, new with each start."""
-        ...
+    def engine_id(self) -> str: ...  # New with each start.
 
     @property
     def host(self) -> str: ...
@@ -277,16 +273,10 @@ class KvPeer(Protocol):
     def side_port(self) -> int: ...
 
     @property
-    def version(self) -> str:
-        """Its version, which both sides of NIXL compare."""
-        ...
+    def version(self) -> str: ...  # Which both sides of NIXL compare.
 
-
-class KvSource(KvPeer, Protocol):
     @property
-    def bootstrap_url(self) -> str:
-        """URL of its bootstrap server; empty if it has none."""
-        ...
+    def bootstrap_url(self) -> str: ...
 
     @property
     def alive(self) -> bool: ...
@@ -332,7 +322,7 @@ Claim = Lease | PullFailure | Stale | Await | AskMetaserver | Hang
 def claim(
     connector: str,
     params: Mapping[str, Any],
-    sources: list[KvSource],
+    sources: list[KvPeer],
     book: LeaseBook,
     peer: KvPeer,
 ) -> Claim:
@@ -349,7 +339,7 @@ def claim(
 
 
 def prefill_answer(
-    connector: str, source: KvSource, lease: Lease, block_tokens: int, last_token: int
+    connector: str, source: KvPeer, lease: Lease, block_tokens: int, last_token: int
 ) -> dict[str, object] | None:
     """Return `kv_transfer_params` of a prefill answer; None if the connector has none."""
     if CONNECTORS[connector].flow is not KvFlow.PULL:
@@ -367,7 +357,7 @@ def prefill_answer(
 
 
 def lease_key(
-    connector: str, source: KvSource, params: Mapping[str, Any], internal_id: str
+    connector: str, source: KvPeer, params: Mapping[str, Any], internal_id: str
 ) -> tuple[str, str]:
     """Return the key by which a decoder names a prefill.
 
@@ -442,7 +432,7 @@ def _own_keys(
 # vLLM's NIXL and vllm-ascend's Mooncake read the named blocks. Neither checks whether these are, or
 # ever were, those of the request; only the engine's id is checked.
 def _claim_pull(
-    params: Mapping[str, Any], sources: list[KvSource], book: LeaseBook, version: str | None
+    params: Mapping[str, Any], sources: list[KvPeer], book: LeaseBook, version: str | None
 ) -> Claim:
     needed = ("remote_host", "remote_port", "remote_engine_id", "remote_request_id")
     if any(params.get(key) is None for key in (*needed, "remote_block_ids")):
@@ -463,7 +453,7 @@ def _claim_pull(
     return lease
 
 
-def _claim_named(params: Mapping[str, Any], sources: list[KvSource]) -> Claim:
+def _claim_named(params: Mapping[str, Any], sources: list[KvPeer]) -> Claim:
     address = str(params.get("remote_bootstrap_addr")).rstrip("/")
     transfer = params.get("transfer_id")
     source = next((known for known in sources if known.bootstrap_url == address), None)

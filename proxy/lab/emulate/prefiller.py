@@ -17,7 +17,7 @@ from balanceroute.proxy.lab.emulate.exchange import TokenSequence
 from balanceroute.proxy.lab.emulate.hub import EngineCall, Hub
 from balanceroute.proxy.lab.emulate.leases import (
     BlockPool,
-    KvSource,
+    KvPeer,
     Lease,
     LeaseEnd,
     alien_params,
@@ -106,7 +106,7 @@ class EmulatedPrefillQueue:
 
 class EmulatedPrefiller:
     def __init__(
-        self, hub: Hub, source: KvSource, counters: Sequence[RankCounters], log: KvLog | None = None
+        self, hub: Hub, source: KvPeer, counters: Sequence[RankCounters], log: KvLog | None = None
     ) -> None:
         settings = self._settings = hub.settings
         self._caches = PrefixCaches(settings, counters, () if log is None else (log,))

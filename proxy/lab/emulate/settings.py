@@ -6,7 +6,19 @@ from enum import Enum
 from math import inf
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.setting import (
+    check_ranges,
+    choice,
+    flag,
+    integer,
+    named,
+    number,
+    seconds,
+    text,
+    words,
+)
 from balanceroute.proxy.lab.sim.engines import PrefillModel, SimulatedEngineOptions
+from balanceroute.topologies import CONNECTORS
 
 _YEAR_NS = 365 * 86_400 * 10**9
 
@@ -40,65 +52,110 @@ class EmulationSettings:
         ConfigError: A value is invalid; the message begins with its name.
     """
 
-    prefillers: int = 2  # P.
-    ranks: int = 8  # G.
-    batch_limit: int = 16  # B.
+    prefillers: int = integer(2, "prefill engines", 0, 1_000, metavar="P")
+    ranks: int = integer(8, "decode ranks", 0, 10_000, metavar="G")
+    batch_limit: int = integer(16, "batch limit of a rank", 1, 10**9, metavar="B", name="batch")
     step_base_ns: int = 30_000_000  # a of T = a + b x max load.
     step_ns_per_token: float = 200.0  # b.
     prefill_base_ns: int = 20_000_000  # c of the service time c + d x prompt tokens.
     prefill_ns_per_token: float = 50_000.0  # d.
     transfer_base_ns: int = 2_000_000  # e of the KV transfer's time e + f x prompt tokens.
     transfer_ns_per_token: float = 1_000.0  # f.
-    rank_kv_tokens: int | None = None  # KV tokens that fit on a decode rank; None for no limit.
-    prefiller_kv_tokens: int | None = None  # KV tokens that fit on a prefiller; None for no limit.
+    rank_kv_tokens: int | None = integer(
+        None,
+        "KV tokens per rank",
+        1,
+        10**12,
+        shown_default="no limit",
+        metavar="TOKENS",
+        name="kv_capacity",
+    )
+    prefiller_kv_tokens: int | None = integer(
+        None,
+        "the same, per prefiller",
+        1,
+        10**12,
+        shown_default="no limit",
+        metavar="TOKENS",
+        name="prefill_kv_capacity",
+    )
     block_tokens: int = 32  # Tokens of a KV block.
-    # Size of each engine's prefix cache (of each rank's); None for none.
-    prefix_cache_tokens: int | None = None
-    kv_events: bool = False  # Whether prefillers publish the events of their prefix caches.
-    # Probability that a batch of them is lost, repeated, late, misnumbered or wrong.
-    kv_event_faults: float = 0.0
-    lease_s: float = 30.0  # How long a prefiller keeps blocks that no decode rank pulls.
-    connector: str = "nixl"
-    dp_mode: DpMode = DpMode.PORTS
-    # Ranks of a data-parallel group, in their order: if the engine of one is killed, the others end too,
-    # so many seconds later.
-    dp_size: int = 1
+    prefix_cache_tokens: int | None = integer(
+        None,
+        "tokens in the prefix cache of each engine and rank",
+        0,
+        10**12,
+        shown_default="no cache",
+        metavar="TOKENS",
+        name="prefix_cache",
+    )
+    kv_events: bool = flag(
+        "let prefillers publish the events of their prefix caches (ZeroMQ; the extra kv-events)"
+    )
+    kv_event_faults: float = number(
+        0.0,
+        "probability that a batch of them is lost, repeated, late, misnumbered or wrong",
+        0,
+        1,
+        metavar="P",
+    )
+    # How long a prefiller keeps blocks that no decode rank pulls.
+    lease_s: float = seconds(30.0, "lease of prefilled KV", 1e-6, 1e9)
+    connector: str = choice("nixl", "how KV caches travel", words(CONNECTORS), at_top=True)
+    dp_mode: DpMode = choice(
+        DpMode.PORTS, "a port for each rank, or one port and X-data-parallel-rank", named(DpMode)
+    )
+    # In the order of the ranks: the engines of a group end so many seconds after one of them.
+    dp_size: int = integer(
+        1, "ranks of a data-parallel group, of which all end once one is killed", 1, 10_000
+    )
     dp_death_s: float = 1.0
-    preemption: Preemption = Preemption.INTERNAL
-    time_scale: float = 1.0  # How many emulated seconds pass in one second of the event loop.
-    model: str = "emulated"
+    preemption: Preemption = choice(
+        Preemption.INTERNAL,
+        'what a full KV cache does: compute again, or stop with "recomputed"',
+        named(Preemption),
+    )
+    time_scale: float = number(1.0, "emulated seconds in a real one", 1e-3, 1e6)
+    model: str = text("emulated", "name of the served model", metavar="MODEL", at_top=True)
     adapters: tuple[str, ...] = ()
     # The names of the model and its adapters, for engines that serve another model, by the engine's
     # name ("decode/3").
     engine_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # The versions of engines that tell another one than the rest, likewise.
     engine_versions: Mapping[str, str] = field(default_factory=dict)
-    max_model_len: int = 131_072  # Limit of a request's prompt and output tokens together.
-    mean_output_tokens: float = 256.0  # Mean length of an answer that ends by itself.
-    # Whether usage has `cached_tokens` (`--enable-prompt-tokens-details`).
-    prompt_tokens_details: bool = False
-    # Whether chats begin with reasoning and usage has `reasoning_tokens` (`--reasoning-parser`).
-    reasoning_parser: bool = False
-    # Probability that a token ends within a character, so that its text is sent with the next
-    # one's. The text determines which tokens, so every engine agrees; likewise for the next
-    # setting.
-    partial_utf8: float = 0.0
-    # Probability that the API server lags behind the engine, so that a token is sent in one event
-    # with the next.
-    merged_outputs: float = 0.0
-    # Who writes the answers of the chat, completions and token APIs.
-    frontend: Frontend = Frontend.PYTHON
+    # Of a request's prompt and output tokens together.
+    max_model_len: int = integer(131_072, "context", 2, 10**9, metavar="TOKENS")
+    mean_output_tokens: float = number(
+        256.0,
+        "mean length of answers that end by themselves",
+        1,
+        inf,
+        metavar="TOKENS",
+        name="mean_output",
+    )
+    prompt_tokens_details: bool = flag("tell cached_tokens in usage")
+    reasoning_parser: bool = flag("chats begin with reasoning; tell reasoning_tokens in usage")
+    # Its text is sent with the next one's. The text determines which tokens, so every engine agrees;
+    # likewise for the next setting.
+    partial_utf8: float = number(
+        0.0, "probability that a token ends within a character", 0, 1, metavar="P"
+    )
+    # As by an API server that lags behind its engine.
+    merged_outputs: float = number(
+        0.0, "probability that a token shows in one event with the next", 0, 1, metavar="P"
+    )
+    # Of the chat, completions and token APIs.
+    frontend: Frontend = choice(
+        Frontend.PYTHON, "which of vLLM's API servers writes the answers", named(Frontend)
+    )
     # Idle time after which a server closes a connection (uvicorn's is 5 s).
     keep_alive_s: float = 5.0
     # How the decode ranks differ from plain ones.
     engines: SimulatedEngineOptions = field(default_factory=SimulatedEngineOptions)
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         for name, least, most in (
-            ("prefillers", 0, 1_000),
-            ("ranks", 0, 10_000),
-            ("batch_limit", 1, 10**9),
-            ("dp_size", 1, 10_000),
             ("dp_death_s", 0, 1e9),
             ("step_base_ns", 1, _YEAR_NS),  # With a step of no time the clock would not advance.
             ("step_ns_per_token", 0, 1e9),
@@ -106,21 +163,11 @@ class EmulationSettings:
             ("prefill_ns_per_token", 0, 1e9),
             ("transfer_base_ns", 0, _YEAR_NS),
             ("transfer_ns_per_token", 0, 1e9),
-            ("rank_kv_tokens", 1, 10**12),
-            ("prefiller_kv_tokens", 1, 10**12),
             ("block_tokens", 1, 10**6),
-            ("prefix_cache_tokens", 0, 10**12),
-            ("kv_event_faults", 0, 1),
-            ("lease_s", 1e-6, 1e9),
-            ("time_scale", 1e-3, 1e6),
-            ("max_model_len", 2, 10**9),
-            ("mean_output_tokens", 1, inf),
-            ("partial_utf8", 0, 1),
-            ("merged_outputs", 0, 1),
             ("keep_alive_s", 1e-3, 1e9),
         ):
             value = getattr(self, name)
-            if value is not None and not least <= value <= most:
+            if not least <= value <= most:
                 raise ConfigError(f"{name} is {value}, must be from {least:g} to {most:g}")
         if self.kv_events and self.prefix_cache_tokens is None:
             raise ConfigError("kv_events needs a prefix cache")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.setting import choice, flag, named, number, text
 from balanceroute.proxy.lab.service_levels import ServiceGroup, ServiceTargets
 from balanceroute.traces import TraceRequest
 
@@ -173,29 +174,45 @@ class ReplaySettings:
     """How to replay; times and rates are the target's."""
 
     target: str  # URL of the OpenAI-compatible endpoint.
-    model: str | None = None  # Its name; None for the first that the target lists.
-    api: ReplayApi = ReplayApi.COMPLETIONS
+    model: str | None = text(None, "its name (default: the first of /v1/models)", metavar="M")
+    api: ReplayApi = choice(ReplayApi.COMPLETIONS, "endpoint", named(ReplayApi))
+    timeout_s: float = number(
+        3600.0,
+        "seconds until a whole answer must be there",
+        0.001,
+        1e6,
+        metavar="S",
+        name="timeout",
+    )
+    http3: bool = flag("send over one connection of HTTP/3 (https; the extra h3)")
+    time_scale: float = number(
+        1.0,
+        "the target runs S times faster than real time: an emulated fleet; every time and rate "
+        "given or reported is the target's",
+        1e-3,
+        1e6,
+        metavar="S",
+    )
+    emulation: str | None = text(
+        None,
+        "any engine of the emulated fleet behind the target: it is told the lengths of the "
+        "answers, and its own figures are reported",
+        metavar="URL",
+    )
     rate: float = 1.0  # Open loop: the trace's times are divided by this.
     # Closed loop: this many requests are always outstanding; None for open loop.
     concurrency: int | None = None
-    # Seconds of the target's time that pass in one real second: more than 1 for an emulated fleet
-    # that runs faster than real time.
-    time_scale: float = 1.0
-    timeout_s: float = 3600.0  # Seconds until the answer must be complete.
     api_key: str | None = None  # Sent as a bearer token; None for none.
     # The key of each tenant, sent instead; empty if all requests have one key.
     tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     seed: int = 0  # Of the prompts' words.
     # The prefix of the requests' ids; clients that run at the same time need different ones.
     request_ids: str = "replay"
-    # URL of an emulated fleet whose own figures are read; None for none.
-    emulation: str | None = None
     # How the engines get the answers' lengths; HIDDEN needs `emulation`.
     lengths: ReplayLengths = ReplayLengths.MAX_TOKENS
     # Whether to wait for every answer. Otherwise the replay ends when its last request is sent,
     # which closes the window of the figures, and cancels what still runs.
     drain: bool = True
-    http3: bool = False  # Whether to send over HTTP/3.
     # What a good request gets, for figures by tenant and class; None for none of these.
     targets: ServiceTargets | None = None
 

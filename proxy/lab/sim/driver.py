@@ -47,6 +47,7 @@ from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.core.prefill import (
+    PREFILL_CHOICES,
     USING_LOADS,
     FewestTokens,
     MakePrefillChoice,
@@ -55,6 +56,7 @@ from balanceroute.proxy.core.prefill import (
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS
 from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig, placed
+from balanceroute.proxy.core.setting import choice, flag, integer, part, words
 from balanceroute.proxy.lab.sim.engines import (
     DecodeFleet,
     EventLoop,
@@ -107,15 +109,8 @@ class Entrance:
         if guest is not None and guest.first_token_ns is None:
             guest.first_token_ns = now_ns - guest.arrived_ns
 
-    def finished(self, request: RequestId, output_tokens: int, now_ns: int) -> None:
-        """Note that a request that was let in was answered in full."""
-        self._end(request, output_tokens, now_ns, served=True)
-
-    def expired(self, request: RequestId, now_ns: int) -> None:
-        """Note that a request that was let in was not decoded in time."""
-        self._end(request, 0, now_ns, served=False)
-
-    def _end(self, request: RequestId, output_tokens: int, now_ns: int, *, served: bool) -> None:
+    def ended(self, request: RequestId, output_tokens: int, now_ns: int, *, served: bool) -> None:
+        """Note that a request was answered in full, or was not decoded in time."""
         guest = self._guests.pop(request, None)
         if guest is not None and self._admission is not None:
             prompt_tokens = guest.ticket.prompt_tokens if guest.began else 0
@@ -205,41 +200,79 @@ _HASH = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class SimulatedDeployment:
-    ranks: int  # G.
-    batch_limit: int  # B.
+    ranks: int = integer(8, "decode ranks", 1, 10_000, metavar="G")
+    batch_limit: int = integer(16, "batch limit of a rank", 1, 10**9, metavar="B", name="batch")
     step_base_ns: int = 30_000_000  # a of T = a + b x max load.
     step_ns_per_token: float = 200.0  # b.
-    rank_kv_tokens: int | None = None  # KV tokens that fit on a rank; None for no limit.
+    rank_kv_tokens: int | None = integer(
+        None,
+        "KV tokens per rank",
+        1,
+        10**9,
+        shown_default="no limit",
+        metavar="TOKENS",
+        name="kv_capacity",
+    )
     # What a rank takes to compute a request again that its KV cache had no room for, within a step;
     # None if it is prefilled again.
     recompute_ns_per_token: float | None = None
     prefill: PrefillModel | None = None  # The prefill servers; None prefills at once.
-    # A name of `PREFILL_CHOICES`: which server takes a request.
-    prefill_choice: str = "fewest-tokens"
+    prefill_choice: str = choice(
+        "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)
+    )
     scores: ScoreSettings = ScoreSettings()  # For choices by a score.
     # Time between two scrapes of the servers, for choices by their metrics.
     scrape_ns: int = 1_000_000_000
-    # Prefills on a server at a time, also those that wait there; None for no limit.
-    probe_limit: int | None = 1
-    prefiller_kv_tokens: int | None = None  # KV tokens that a server may hold; None for no limit.
+    probe_limit: int | None = integer(
+        1, "prefills at a time on one prefiller, where they wait in turn", 1, 10**6, word="none"
+    )
+    prefiller_kv_tokens: int | None = integer(
+        None,
+        "KV tokens that one prefiller may hold for the pool",
+        1,
+        10**9,
+        shown_default="no limit",
+        metavar="TOKENS",
+    )
     # e of the KV transfer's time e + f x KV tokens, from admission to the rank's queue; 0 with f =
     # 0 lets a request join at once.
     transfer_base_ns: int = 0
     transfer_ns_per_token: float = 0.0  # f.
-    # The longest prompt that a rank computes instead of a prefiller, where that delays all requests
-    # less; None for none. It takes d of the prefill servers for a token.
-    local_prefill_tokens: int | None = None
-    # Have ranks compute all prompts up to that, whatever it costs.
-    local_prefill_always: bool = False
-    # Size of a rank's prefix cache; None for none. A rank pulls or computes what it lacks.
-    rank_cache_tokens: int | None = None
+    local_prefill_tokens: int | None = integer(
+        None,
+        "a rank computes prompts of at most so many tokens itself, d for each, where that delays "
+        "all requests less",
+        1,
+        10**9,
+        shown_default="prefillers compute all",
+        metavar="TOKENS",
+    )
+    local_prefill_always: bool = flag("let ranks compute all such prompts, whatever it costs")
+    rank_cache_tokens: int | None = integer(
+        None,
+        "tokens in a rank's prefix cache, which it neither pulls nor computes again",
+        0,
+        10**12,
+        shown_default="no cache",
+        metavar="TOKENS",
+        name="rank_prefix_cache",
+    )
     deadline_ns: int | None = None  # Pool wait after which a request goes first; None for never.
-    # Requests in prefill or in the pool; others wait before prefill. None for no limit.
-    pool_limit: int | None = None
-    deep_pool: bool = False  # See `SchedulerConfig`.
-    early_tokens: bool = False  # Whether clients get the first token when the prefill ends.
-    # A name of `QUEUE_ORDERS`, for requests before prefill and in the pool.
-    queue_order: str = "fcfs"
+    pool_limit: int | None = integer(
+        None,
+        "requests in prefill or in the pool; others wait before prefill",
+        1,
+        10**9,
+        shown_default="no limit; with leases as in `serve`",
+    )
+    deep_pool: bool = flag(
+        "a pool limit as deep as leases allow, as of `serve --first-token prefill`"
+    )
+    # Whether clients get the first token when the prefill ends.
+    early_tokens: bool = False
+    queue_order: str = choice(
+        "fcfs", "in what order requests wait, before prefill and in the pool", words(QUEUE_ORDERS)
+    )
     # A name of `FAIR_COSTS`, by which tenants share the starts; None for no sharing.
     fair_queue: str | None = None
     # Makes the rule that lets requests in; None lets in all.
@@ -256,7 +289,7 @@ class SimulatedDeployment:
     # How the decode ranks differ from plain ones.
     engines: SimulatedEngineOptions = field(default_factory=SimulatedEngineOptions)
     speeds_known: bool = True  # Whether the scheduler is told the speeds of the ranks.
-    learn_speeds: bool = False  # Whether it learns them, unless it is told.
+    learn_speeds: bool = flag("let the scheduler learn the --rank-speeds instead of telling it")
 
     def intake(self) -> Intake:
         """Return what limits and measures the starts of one run."""
@@ -506,7 +539,7 @@ class Simulation:
         now_ns = self._loop.now_ns
         self.recorder.expired(request, now_ns)
         self._predictor.forget(request)
-        self._entrance.expired(request, now_ns)
+        self._entrance.ended(request, 0, now_ns, served=False)
         if not self._workload.open_loop:
             self._loop.call_at(now_ns, self._arrive_next)
 
@@ -596,7 +629,7 @@ class Simulation:
             self._feed(RequestFinished(request))
             self._predictor.observe(request, output_tokens)
             self.recorder.finish(request, output_tokens, now_ns)
-            self._entrance.finished(request, output_tokens, now_ns)
+            self._entrance.ended(request, output_tokens, now_ns, served=True)
             if self._workload.concurrency is not None:
                 self._loop.call_at(now_ns, self._arrive_next)
         if self._deployment.recompute_ns_per_token is not None:
@@ -636,20 +669,11 @@ def _session_of(traced: TraceRequest) -> int:
 
 def _scheduler_config(deployment: SimulatedDeployment) -> SchedulerConfig:
     prefill = deployment.prefill
-    return SchedulerConfig(
-        ranks=deployment.ranks,
-        batch_limit=deployment.batch_limit,
-        rank_kv_tokens=deployment.rank_kv_tokens,
+    return part(
+        SchedulerConfig,
+        deployment,
         prefillers=1 if prefill is None else prefill.servers,
         probe_limit=None if prefill is None else deployment.probe_limit,
-        prefiller_kv_tokens=deployment.prefiller_kv_tokens,
-        deadline_ns=deployment.deadline_ns,
-        pool_limit=deployment.pool_limit,
-        deep_pool=deployment.deep_pool,
-        lease_ns=deployment.lease_ns,
-        lease_margin_ns=deployment.lease_margin_ns,
-        queue_ttl_ns=deployment.queue_ttl_ns,
         rank_batch_limits=deployment.rank_batch_limits,
         rank_speeds=deployment.told_speeds,
-        learn_speeds=deployment.learn_speeds,
     )

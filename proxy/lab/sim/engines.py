@@ -9,8 +9,8 @@ from functools import partial
 from math import ceil
 from typing import TypeVar
 
-from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import EngineLoad, PrefillerId, RankId, RequestId
+from balanceroute.proxy.core.setting import check_ranges, integer, integers, number, numbers
 
 
 class EventLoop:
@@ -57,32 +57,36 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngineOptions:
-    """How engines differ from plain ones. The lists are repeated over the ranks; empty is equal ranks.
+    """How engines differ from plain ones. Empty lists are equal ranks.
 
     Raises:
         ConfigError: A value is out of range; the message begins with its name.
     """
 
-    # How fast each rank reads its KV cache, relative to b of the step time.
-    rank_speeds: tuple[float, ...] = ()
-    rank_batches: tuple[int, ...] = ()  # Batch limit of each rank, instead of the one of all.
-    # Mean tokens that a request emits in a step (speculative decoding).
-    tokens_per_step: float = 1.0
-    # A rank pauses requests while the share of the heaviest rank's time that the mean rank idles is
-    # at least this (vllm-ascend's DyntraLB); None for never.
-    pause_above: float | None = None
-    speculation_seed: int = 0  # Of the numbers of accepted tokens.
+    rank_speeds: tuple[float, ...] = numbers(
+        "how fast each rank reads its KV cache, relative to b; repeated over the ranks",
+        1e-3,
+        1e3,
+        metavar="X[,X..]",
+    )
+    rank_batches: tuple[int, ...] = integers(
+        "batch limit of each rank, repeated over the ranks", 1, 10**9, metavar="B[,B..]"
+    )
+    tokens_per_step: float = number(
+        1.0, "mean tokens that a request emits in a step, by speculative decoding", 1, 64
+    )
+    pause_above: float | None = number(
+        None,
+        "share of its time that the mean rank idles at the barrier, from which the heaviest rank "
+        "pauses requests, as with DyntraLB",
+        1e-3,
+        1,
+        shown_default="never",
+    )
+    speculation_seed: int = integer(0, "of the accepted tokens", -(1 << 63), (1 << 63) - 1)
 
     def __post_init__(self) -> None:
-        for name, values, least, most in (
-            ("rank_speeds", self.rank_speeds, 1e-3, 1e3),
-            ("rank_batches", self.rank_batches, 1, 10**9),
-            ("tokens_per_step", (self.tokens_per_step,), 1, 64),
-            ("pause_above", () if self.pause_above is None else (self.pause_above,), 1e-3, 1),
-        ):
-            for value in values:
-                if not least <= value <= most:
-                    raise ConfigError(f"{name} has {value}, must be from {least:g} to {most:g}")
+        check_ranges(self)
 
     def speeds_of(self, ranks: int) -> list[float] | None:
         """Return the speed of each rank; None if they are equal to b."""
@@ -436,15 +440,15 @@ class DecodeFleet:
     def join(self) -> list[RequestId]:
         """Admit queued requests where there is room; return the new ones by rank, then in order."""
         joined: list[RequestId] = []
-        for number, rank in enumerate(self._ranks):
-            while rank.queue and self._has_room(rank, number) and number not in self.frozen:
+        for place, rank in enumerate(self._ranks):
+            while rank.queue and self._has_room(rank, place) and place not in self.frozen:
                 job = rank.queue.popleft()
                 job.joined_step = self._step
                 rank.running[job.request] = job
                 self._ends[self._step + job.output_tokens].append(job)
-                self.loads[number] += job.kv_tokens
+                self.loads[place] += job.kv_tokens
                 self.running += 1
-                self._computes_ns[number] += job.compute_ns
+                self._computes_ns[place] += job.compute_ns
                 if self._dropped.pop(job.request, None) is None:
                     joined.append(job.request)
         return joined
@@ -462,8 +466,8 @@ class DecodeFleet:
         if self.frozen:
             if not self.emissions:
                 self.emissions = {one: 1 for rank in self._ranks for one in rank.running}
-            for number in self.frozen:
-                self.emissions |= dict.fromkeys(self._ranks[number].running, 0)
+            for place in self.frozen:
+                self.emissions |= dict.fromkeys(self._ranks[place].running, 0)
         if self._speeds is not None:
             loads = zip(self.step_loads, self._speeds, strict=True)
             self.step_loads = [round(load / speed) for load, speed in loads]
@@ -477,8 +481,8 @@ class DecodeFleet:
     def end_step(self) -> tuple[list[RequestId], list[RequestId]]:
         """Emit the tokens of the step; return the requests that finished and those dropped."""
         self._step += 1
-        for number, rank in enumerate(self._ranks):
-            self.loads[number] += len(rank.running)
+        for place, rank in enumerate(self._ranks):
+            self.loads[place] += len(rank.running)
         for request, tokens in self.emissions.items():
             # Not one that was withdrawn since, or waits.
             job = self._jobs.get(request)
@@ -491,20 +495,20 @@ class DecodeFleet:
             finished.append(job.request)
         return finished, self._drop_overflow()
 
-    def _has_room(self, rank: _Rank, number: int) -> bool:
-        if len(rank.running) >= self._batch_limits[number]:
+    def _has_room(self, rank: _Rank, place: int) -> bool:
+        if len(rank.running) >= self._batch_limits[place]:
             return False
         if self._rank_kv_tokens is None or not rank.running:
             return True
-        return self.loads[number] + rank.queue[0].kv_tokens <= self._rank_kv_tokens
+        return self.loads[place] + rank.queue[0].kv_tokens <= self._rank_kv_tokens
 
     def _drop_overflow(self) -> list[RequestId]:
         dropped: list[RequestId] = []
         if self._rank_kv_tokens is None:
             return dropped
-        for number, rank in enumerate(self._ranks):
+        for place, rank in enumerate(self._ranks):
             # The last one is never dropped: it could not run anywhere else either.
-            while self.loads[number] > self._rank_kv_tokens and len(rank.running) > 1:
+            while self.loads[place] > self._rank_kv_tokens and len(rank.running) > 1:
                 request = next(reversed(rank.running))
                 job = self._jobs[request]
                 self.withdraw(request)

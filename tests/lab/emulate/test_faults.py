@@ -341,14 +341,14 @@ def test_the_same_seed_fails_the_same_requests() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"status_500": 1.5}, "status_500 is 1.5, must be from 0 to 1"),
-        ({"status_500": "often"}, "status_500 is 'often', of the wrong type"),
-        ({"hang": 1}, "hang is 1, of the wrong type"),
-        ({"reset_after_tokens": 1.5}, "reset_after_tokens is 1.5, of the wrong type"),
-        ({"reset_after_tokens": -1}, "reset_after_tokens is -1, must be from 0"),
-        ({"lease_s": 0}, "lease_s is 0, must be above 0"),
-        ({"malformed": "badly"}, "malformed is 'badly', must be one of bad_json, nul"),
-        ({"explode": True}, "explode is not a fault; known: status_400"),
+        ({"status_500": 1.5}, "status_500: Expected `float` <= 1.0"),
+        ({"status_500": "often"}, "status_500: Expected `float`, got `str`"),
+        ({"hang": 1}, "hang: Expected `bool`, got `int`"),
+        ({"reset_after_tokens": 1.5}, "reset_after_tokens: Expected `int | null`, got `float`"),
+        ({"reset_after_tokens": -1}, "reset_after_tokens: Expected `int` >= 0"),
+        ({"lease_s": 0}, "lease_s: Expected `float` > 0.0"),
+        ({"malformed": "badly"}, "malformed: Invalid enum value 'badly'"),
+        ({"explode": True}, "Object contains unknown field `explode`"),
     ],
     ids=str,
 )
@@ -455,7 +455,7 @@ async def test_what_is_not_pulled_is_not_harmed(lab: Lab) -> None:
 
 @pytest.mark.parametrize("value", ["later", 3, True])
 def test_only_known_words_say_what_happens(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"after_pull is .* must be one of reset, error, death"):
+    with pytest.raises(ConfigError, match="after_pull: "):
         Faults().changed({"after_pull": value})
 
 

@@ -180,7 +180,7 @@ async def test_the_control_endpoints_do_what_the_methods_do(lab: Lab) -> None:
             b'{"engine": "decode/9", "hang": true}',
             "engine 'decode/9' is unknown",
         ),
-        ("/emulation/faults", b'{"hang": 3}', "hang is 3"),
+        ("/emulation/faults", b'{"hang": 3}', "hang: Expected `bool`"),
         ("/emulation/kill", b"{}", "engine None is unknown"),
         ("/emulation/dance", b"{}", "POST /emulation/dance is unknown"),
     ],

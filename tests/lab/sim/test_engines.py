@@ -413,8 +413,8 @@ def submit_all(engine: DecodeFleet, request: int, rank: int, *, kv: int, output:
         ({"rank_speeds": (1.0, 0.0)}, "rank_speeds has 0.0, must be from 0.001 to 1000"),
         ({"rank_speeds": (float("nan"),)}, "rank_speeds has nan"),
         ({"rank_batches": (4, 0)}, "rank_batches has 0"),
-        ({"tokens_per_step": 0.5}, "tokens_per_step has 0.5, must be from 1 to 64"),
-        ({"pause_above": 0.0}, "pause_above has 0.0"),
+        ({"tokens_per_step": 0.5}, "tokens_per_step is 0.5, must be from 1 to 64"),
+        ({"pause_above": 0.0}, "pause_above is 0.0"),
     ],
 )
 def test_a_value_out_of_range_is_named(options: dict[str, object], message: str) -> None:
