@@ -58,7 +58,6 @@ def identity(engine: Any, *, started_ns: int, argv: Sequence[str]) -> dict[str, 
     Args:
         engine: vLLM's engine core; read only with `getattr`.
         started_ns: Unix time of its first step.
-        argv: The command line of its API server, which its own process inherits.
     """
     config = getattr(engine, "vllm_config", None)
     parallel = getattr(config, "parallel_config", None)
@@ -132,7 +131,6 @@ def install(engine_class: Any, folder: Path, *, clock: Callable[[], int] = time.
     Args:
         engine_class: vLLM's EngineCoreProc.
         folder: The folder for traces; it must exist.
-        clock: Unix time in nanoseconds.
 
     Raises:
         UnsupportedEngineError: The class has no such step.

@@ -36,8 +36,6 @@ class StepWriter:
         """Create the file and start the thread.
 
         Args:
-            path: The file; it must not exist.
-            header: The file's first line.
             on_fault: Called once, in the thread, when a write fails. The caller stops adding.
             pause: Waits for a number of seconds, or until the trace has ended; returns whether it
                 has. For tests; by default it waits for `close`.

@@ -121,7 +121,6 @@ class Replay:
     """Requests of the past, made into questions once for all the predictors that are to answer.
 
     Args:
-        past: The requests, in any order.
         horizon_steps: H, at least 1.
         age_step: Tokens between two questions about a request, at least 1; the first is at age 0.
         slice_s: Length of a slice of time, in seconds; above 0.
@@ -341,9 +340,6 @@ def gains(rows: Rows, one: Answers, other: Answers, block: NDArray[np.int64]) ->
     """Return by how much one predictor is better than another, for each of `GAINS`.
 
     Args:
-        rows: What both were asked.
-        one: The answers of the one.
-        other: The answers of the other.
         block: int64[n], see `Replay.blocks`; the error is that of blocks that come by chance.
     """
     everything = np.ones(len(rows.request), np.bool_)
@@ -365,11 +361,7 @@ def judge(
     """Ask several predictors the same and compare them, each corrected as in a proxy.
 
     Args:
-        replay: The questions.
-        predictors: By name.
         baseline: The name of the one that the others are compared with.
-        learn: See `Replay.ask`.
-        progress: Called with the predictor and the share of its rows that is done.
 
     Returns:
         A judgement for each, in their order; the baseline's gains are 0.

@@ -123,8 +123,6 @@ class KeyRecordTable:
         """Add the latest output of a key, which counts as used now.
 
         Args:
-            key: The key.
-            output_tokens: The output.
             move_from: Returns how far the output lies from another, relative to how far any two do.
         """
         slot = self.use(key)

@@ -52,7 +52,6 @@ def save(path: str | PathLike[str], predictor: Savable) -> None:
 
     Args:
         path: The document to create or replace; the texts go into the same folder.
-        predictor: Whose state to write.
 
     Raises:
         PredictorFileError: It cannot be written; what was there before still is.

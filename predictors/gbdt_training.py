@@ -121,8 +121,6 @@ def train_and_tell(
         past: Requests that ended by themselves, in any order.
         horizon_steps: H, at least 1.
         age_step: Δ, tokens between two questions about a request, at least 1.
-        seed: Of all that is drawn.
-        progress: Called with the stage and the share of it that is done.
 
     Raises:
         ConfigError: A setting is out of range, there is too little to learn from, or LightGBM is
@@ -279,12 +277,9 @@ def _fit(
 
     Args:
         rows: float64[n, features].
-        truth: float64[n].
         later: bool[n], the rows that decide on the number of trees: some, and not all.
         start: The column that is corrected.
         objective: "binary" for cross-entropy, "regression" for squared error.
-        seed: Of the rows and features that each tree draws.
-        progress: Called with the share that is done.
     """
     lightgbm = require_lightgbm()
     earlier = ~later

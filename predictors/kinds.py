@@ -79,9 +79,7 @@ def train(
 
     Args:
         kind: One of `KINDS`.
-        past: The requests, in any order.
         horizon_steps: How far ahead a learned model is fitted; the others need not know.
-        seed: Of what is drawn.
         progress: Called with the stage and the share of it that is done.
 
     Raises:

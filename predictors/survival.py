@@ -440,7 +440,6 @@ class LimitHabits:
         The most specific key of which enough answers are known decides, else the limit alone.
 
         Args:
-            max_tokens: The limit.
             keys: Of the request, the most specific first.
         """
         for key in (*keys[:_MAX_KEYS], None) if keys else _NO_KEYS:

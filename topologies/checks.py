@@ -234,7 +234,6 @@ def check_engines(engines: Engines, also: Iterable[PortUse] = ()) -> tuple[Findi
     """Return the findings about the engines, in the order of their keys.
 
     Args:
-        engines: The engines.
         also: Ports that other processes listen on: the proxy.
     """
     processes = place(engines)

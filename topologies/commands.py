@@ -63,7 +63,6 @@ def engine_commands(engines: Engines, models: tuple[str, ...]) -> tuple[Command,
     """Return the commands of all engine processes, prefill first.
 
     Args:
-        engines: The engines.
         models: The served names; empty for the name of the weights.
     """
     return tuple(
@@ -83,7 +82,6 @@ def proxy_command(engines: Engines, topology: str) -> Command:
     """Return the proxy's command.
 
     Args:
-        engines: The engines.
         topology: The topology on the proxy's host: a file, or the name of a shipped one.
     """
     return Command(

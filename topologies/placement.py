@@ -116,8 +116,6 @@ def _kv_port(connector: ConnectorFacts, role: RoleEngines, slot: int, before: in
     """Return the configured KV port of a process.
 
     Args:
-        connector: The topology's connector.
-        role: Its role.
         slot: Its instance's place among those that begin on the same host.
         before: The processes of the role on its host before it.
     """

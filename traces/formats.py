@@ -339,7 +339,6 @@ def check_unit(requests: Sequence[TraceRequest], *, asked: bool) -> None:
     """Refuse times that are more likely seconds than milliseconds.
 
     Args:
-        requests: As read.
         asked: Whether the user named the format, so that whole numbers are taken as said.
 
     Raises:
@@ -470,7 +469,6 @@ def parse_named(lines: Iterator[str], names: Mapping[str, str]) -> Iterator[Trac
 
     Args:
         lines: The lines of the file; at least one.
-        names: The columns by field.
 
     Raises:
         MalformedLineError: The line last taken from `lines` does not follow the format.

@@ -141,8 +141,6 @@ def nanoseconds_from_text(name: str, text: str, *, unit_ns: int) -> int:
     """Read a time from a CSV cell, rounded to a whole nanosecond.
 
     Args:
-        name: The column, for the reason.
-        text: The cell.
         unit_ns: Nanoseconds in the unit of the cell.
 
     Raises:
@@ -157,8 +155,6 @@ def nanoseconds_from_json(name: str, value: object, *, unit_ns: int) -> int:
     """Read a time from a JSON value decoded with exact decimals, rounded to a whole nanosecond.
 
     Args:
-        name: The key, for the reason.
-        value: The decoded value.
         unit_ns: Nanoseconds in the unit of the value.
 
     Raises:

@@ -156,7 +156,6 @@ def with_sessions(
 
     Args:
         requests: By arrival. One that has a name keeps it, and continues no other.
-        block_tokens: Tokens of a block.
     """
     # A block's id says all that comes before it, too.
     ends = [

@@ -104,10 +104,7 @@ def write_plots(
     """Write `reliability.png`, `roc.png` and `mae_by_age.png`.
 
     Args:
-        rows: What was asked.
         judgements: Of each predictor, by name, in the order of the legend.
-        directory: Where to write; it must exist.
-        title: The requests, for the top of every picture.
         baselines: How many of the predictors, from the first on, are drawn in grey.
 
     Returns:

@@ -259,8 +259,6 @@ async def look_at_all(
     """Look at engines, some at a time.
 
     Args:
-        pages: Asks them.
-        urls: Their addresses.
         bootstraps: Their bootstrap servers, of those that have them not at the usual port.
         config_s: How long each may take to show its configuration.
     """

@@ -98,8 +98,6 @@ def configure_and_serve(
     """Serve until a signal ends it; return the exit status.
 
     Args:
-        topology: The file, if there is one.
-        given: The values of the settings' flags by name.
         arguments: Of the command; a new version is started by the same words.
         owns_engines: Whether this command has started the engines.
 

@@ -157,7 +157,6 @@ class FairQueue:
     """Requests by tenant, in an order of their own within each.
 
     Args:
-        shares: The counters.
         make_order: Makes the order of one tenant's requests.
     """
 

@@ -569,7 +569,6 @@ class Balance:
 
     Args:
         ahead: float64[G, H + 1], projected KV tokens of each rank; updated in place.
-        weights: The weights of F.
         persistence: float64[H + 1], the share of an admitted token that remains h steps ahead.
         target: Returns float64[H + 1], KV tokens of a rank that is as full as the others, while
             nothing is admitted yet; None for the paper's F. Not asked where only the best rank of the

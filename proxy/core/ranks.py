@@ -485,8 +485,6 @@ class ForeignRequests:
         """Take in what is known of a rank.
 
         Args:
-            event: The rank and what is on it.
-            batch: Slots of the rank.
             own: Those of this scheduler's requests.
             leads: See `SchedulerConfig`.
         """
@@ -565,7 +563,6 @@ class Ranks:
         """Let an open rank have a share that grows, unless all are as new as it is.
 
         Args:
-            rank: Which.
             grows: Whether it grows; else the whole share follows the first token.
             on_trial: Whether that is so even if no other one has proved itself.
         """
@@ -645,8 +642,6 @@ class Ranks:
         """Return the ranks as a policy sees them.
 
         Args:
-            ledger: Loads and slots of the ranks.
-            config: Limits of the ranks.
             beyond_batch: Slots beyond the batch limit that a rank may get; None for any number.
         """
         if beyond_batch is None:

@@ -226,9 +226,6 @@ _POOL_PER_PREFILLER = 2
 class Leases:
     """The leases of one scheduler's requests.
 
-    Args:
-        requests: All requests of the scheduler, by id.
-
     Attributes:
         pace: What was measured; None if KV caches are kept for ever.
         pool_limit: As set, or as derived from the last measurement; None for no limit.

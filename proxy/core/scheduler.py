@@ -251,10 +251,7 @@ def decide(
     """Return the admissions to make now, whose entries have left the pool.
 
     Args:
-        policy: Decides the round.
-        make_fleet: Returns the ranks as they are now.
         pool: Not empty. Restored if the policy fails.
-        now_ns: For deadlines.
         on_failure: Called if the policy fails. The round is then decided oldest first: each request
             goes to the least loaded rank with room.
     """

@@ -96,8 +96,6 @@ def part(component: Callable[..., T], *sections: object, **others: object) -> T:
     """Return a component's settings: each of its fields that a section has, by its name.
 
     Args:
-        component: A dataclass.
-        sections: Settings.
         others: Fields that no section has, or not so.
     """
     wanted = {one.name for one in fields(component)}  # type: ignore[arg-type]
@@ -128,14 +126,9 @@ def integer(
     """Declare an integer from `least` to `most`, or None if that is the default.
 
     Args:
-        default: The value where none is given.
-        text: The help.
-        least: The smallest value.
-        most: The largest value.
         word: The word for None; "" if None cannot be given.
         off: The word for 0, which is below `least` then; "" if there is none.
         shown_default: What None comes to, in words; the word itself if "".
-        metavar: What stands for it in the help.
         name: The setting's name, if it is not the attribute's.
     """
     some = partial(_integer, least=least, most=most, word=f"{word}' or '{off}" if off else word)

@@ -307,7 +307,6 @@ class RankProgress:
         """Take in what is seen now.
 
         Args:
-            now_s: The time.
             elapsed_s: Since the last look; 0 if the reader did not see what came meanwhile.
             sightings: One for each rank that has a stream.
         """
@@ -407,7 +406,6 @@ class RankProgress:
         """Return the ranks that stand still, those of the longest silence first.
 
         Args:
-            now_s: The time.
             allowance_s: Returns how much longer a rank may be silent: it computes a prompt, say. Only
                 asked of ranks that would stand still without.
         """

@@ -489,9 +489,7 @@ class PrefillQueue:
     """The requests before prefill.
 
     Args:
-        requests: All requests of the scheduler, by id.
         prefillers: Their budgets are charged with each request that starts.
-        make_order: Makes the order of each queue.
     """
 
     def __init__(
@@ -564,7 +562,6 @@ class PrefillQueue:
 
         Args:
             room: How many requests may start. Direct requests have a limit of their own.
-            now_ns: The time.
         """
         if self._restricted:
             yield from self._start_restricted(room, now_ns)

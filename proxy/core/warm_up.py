@@ -102,8 +102,6 @@ class WarmUp:
         The event of a loss may already have sent the request to the next instance, of which it says nothing.
 
         Args:
-            event: What the scheduler handled.
-            actions: What it decided.
             full: By instance, the width at which it is warm.
         """
         if isinstance(event, _PROOFS):

@@ -553,8 +553,6 @@ class EitherConnection(ServerConnection):
 
     Args:
         streams: Of HTTP/2, requests at a time.
-        service: What all connections share.
-        shaken: See `ServerConnection`.
     """
 
     __slots__ = ("_first", "_inner", "_known", "_placed", "_streams")

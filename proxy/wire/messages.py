@@ -367,7 +367,6 @@ class Reply(Protocol):
 
         Args:
             headers: Of the stream, with status 200; `start` drops its own in their place.
-            data: What is sent.
             late: Says what the stream ends with, broken off, in place of a whole answer.
 
         Raises:
@@ -409,7 +408,6 @@ class ReplyState(ABC, Generic[TransportT]):
     """How far a reply is, and whom it tells; see `Reply`. How it is framed is a subclass's.
 
     Args:
-        transport: Its connection or stream.
         head_only: Whether the request wants no body.
     """
 

@@ -48,7 +48,6 @@ def request_head(fields: Headers, limits: ServerLimits) -> RequestHead:
 
     Args:
         fields: With the pseudo-header fields, which were checked: each once, and first.
-        limits: What is accepted.
 
     Raises:
         MalformedError: It is no request, or beyond a limit; the error has the status to answer.
@@ -124,7 +123,6 @@ class LeakyBucket:
     Args:
         burst: How often it may happen at once.
         per_s: How often for ever.
-        clock: Seconds.
     """
 
     __slots__ = ("_allowed", "_burst", "_clock", "_counted_s", "_per_s")

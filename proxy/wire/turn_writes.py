@@ -225,7 +225,6 @@ class WriteProgress:
         """Return whether the peer has stalled.
 
         Args:
-            now_s: The present time.
             written: Bytes of the answer that were passed to the transport.
             waiting: Bytes in its write buffer.
             held: Bytes that left it, and that the peer has not acknowledged.
@@ -257,7 +256,6 @@ def end_if_silent(connected: socket.socket, timeout_s: float) -> None:
     closes the connection.
 
     Args:
-        connected: The socket.
         timeout_s: At least 2, rounded to whole seconds. 0 leaves the socket as it is.
     """
     if not timeout_s:

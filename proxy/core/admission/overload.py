@@ -262,7 +262,6 @@ class Budget:
         """Decide for every tick until now.
 
         Args:
-            now_ns: The time.
             demand: Whether anything was in flight or waited.
         """
         tick_ns = self._controller.settings.tick_ns

@@ -81,13 +81,7 @@ class Skill:
 
 
 class RankTrajectories:
-    """What each rank is expected to hold over a whole output.
-
-    Args:
-        projection: The running requests.
-        curves: Of these.
-        slots: The grid, and what refilled slots hold.
-    """
+    """What each rank is expected to hold over a whole output."""
 
     def __init__(self, projection: "Projection", curves: "Curves", slots: "Slots") -> None:
         self._projection = projection
@@ -155,7 +149,6 @@ class OwnTrajectory:
     """Decides for `TwoStage` while outputs are long beside prompts.
 
     Args:
-        projection: The running requests.
         predictor: Asked for each candidate once.
         on_stage: Called with the name of each stage as it ends.
     """
@@ -247,9 +240,6 @@ class _Round:
     """One call of `OwnTrajectory.dispatch`.
 
     Args:
-        fleet: The ranks.
-        pool: Not empty.
-        candidates: Its oldest.
         ranks: float64[G, POINTS], the summed trajectories of each rank's requests.
         share: How much of a trajectory's deviation from the mean counts.
     """

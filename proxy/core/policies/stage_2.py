@@ -191,7 +191,6 @@ def best_choice(
     """Return what `rank` takes of the candidates; [] if none may be taken.
 
     Args:
-        work: The round.
         rank: Has a free slot.
         candidates: In order of the pool.
         scores: float64[n], F of each alone, with its credit and affinity.
@@ -298,12 +297,7 @@ _ANY_RANK = 2.5
 
 
 class _Scarce:
-    """Stage 2 of one round.
-
-    Args:
-        work: The round; something waits.
-        reserved: See `TwoStage`.
-    """
+    """Stage 2 of one round."""
 
     def __init__(self, work: Round, reserved: dict[int, RequestId]) -> None:
         self._work = work
@@ -449,9 +443,7 @@ class _View:
     """The n candidates of one rank, in order of the pool.
 
     Args:
-        work: The round.
         rank: Has a free slot.
-        candidates: What it chooses from.
         outlook: F of each, and of some behind them.
         reserved: bool[n], whether a rank is reserved for each.
 

@@ -88,12 +88,7 @@ class Affinity:
 
 
 class Roomiest:
-    """The ranks with a free slot, by the tokens that fill them over the horizon.
-
-    Args:
-        fleet: The ranks.
-        balance: Of the same ranks.
-    """
+    """The ranks with a free slot, by the tokens that fill them over the horizon."""
 
     def __init__(self, fleet: "Fleet", balance: "Balance") -> None:
         self._fleet = fleet
@@ -210,7 +205,6 @@ class Round:
     """One call of `TwoStage.dispatch`.
 
     Args:
-        settings: The parameters of the rule.
         projection: The projected loads; None for the present step only.
         fleet: The ranks; every admission is charged to it.
         pool: What waits; an admitted entry leaves it.

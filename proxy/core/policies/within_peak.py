@@ -59,7 +59,6 @@ class Residents:
     """The bound requests in arrays; passes every change on to another follower of the ledger.
 
     Args:
-        ranks: G.
         other: The policy's own follower; None if it has none.
 
     Attributes:
@@ -125,7 +124,6 @@ class PeakRoom:
     """The room of every rank.
 
     Args:
-        residents: The bound requests.
         predictor: Asked for each candidate once.
         capacity: KV tokens that fit on a rank.
         quantile: q; from 0.5 to below 1.
@@ -153,7 +151,6 @@ class PeakRoom:
         Args:
             ranks: bool[G], the ranks in question.
             entries: The candidates, at least one.
-            pool: Where they wait.
         """
         requests = [entry.request for entry in entries]
         known = self._residents.requests.place_of
@@ -252,10 +249,8 @@ class WithinPeak:
 
     Args:
         rule: Binds late, or at most some slots beyond the batch.
-        ranks: G.
         capacity: KV tokens that fit on a rank.
         quantile: See `PeakRoom`.
-        predictor: Asked for each candidate once.
     """
 
     def __init__(

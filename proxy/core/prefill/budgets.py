@@ -76,9 +76,7 @@ class PrefillChoice(Protocol):
         """Return one of the candidates, which then takes the request.
 
         Args:
-            request: The request.
             candidates: The open prefillers with room for it, ascending; at least one.
-            view: All prefillers.
         """
         ...
 
@@ -324,7 +322,6 @@ class Prefillers:
         """Return the prefiller that takes a request, or None if the request has to wait.
 
         Args:
-            request: The request.
             lost_on: Prefillers to avoid while others are open, the earliest loss first.
             sequences: Sequences of a direct request; 0 for a prefill.
             among: The only prefillers that can serve it; None for all.

@@ -429,12 +429,7 @@ _UNKNOWN_SCORE = 0.001
 
 
 class Scored:
-    """A candidate drawn by its score.
-
-    Args:
-        name: Of the scores.
-        inputs: Their weights, generator and limits.
-    """
+    """A candidate drawn by its score."""
 
     def __init__(self, name: str, inputs: PrefillInputs) -> None:
         self.observer = self._observe

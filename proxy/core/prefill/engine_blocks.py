@@ -135,7 +135,6 @@ def chain(
     """Return the hashes of all full blocks, uint64[n].
 
     Args:
-        tokens: Token ids.
         block_tokens: Tokens of a block.
         before: The hash of the block before the first one; 0 at the start of a prompt.
         extras: 64 bits of each block that depends on more than its tokens; empty if none does.

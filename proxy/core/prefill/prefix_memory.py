@@ -135,11 +135,7 @@ _PENDING = 1 << 16
 
 
 class ReportedPrefixes:
-    """How much of a prompt each prefiller has or will have.
-
-    Args:
-        engines: What they tell.
-    """
+    """How much of a prompt each prefiller has or will have."""
 
     def __init__(self, engines: EngineBlocks) -> None:
         self.engines = engines

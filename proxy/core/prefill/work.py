@@ -92,7 +92,6 @@ class PrefillWork:
         Args:
             request: The request; nothing happens if it has none.
             computed_tokens: What was computed; None if it was lost.
-            now_ns: The time.
         """
         prefiller = self._places.pop(request, None)
         if prefiller is None:

@@ -80,9 +80,7 @@ def render_metrics(
 
     def family(name: str, kind: str, words: str, samples: Iterable[tuple[str, float]]) -> None:
         lines.append(f"# HELP vllm:{name} {words}\n# TYPE vllm:{name} {kind}")
-        lines.extend(
-            f"vllm:{name}{{{labels}}} {_number(value)}" for labels, value in samples
-        )
+        lines.extend(f"vllm:{name}{{{labels}}} {_number(value)}" for labels, value in samples)
 
     def each(labels: Mapping[str, str] | None = None) -> list[tuple[str, EmulatedRankState]]:
         return [(_labels(model, state.rank, labels), state) for state in states]

@@ -187,8 +187,6 @@ class EmulatedFleet:
     """Prefillers and decode ranks with one barrier.
 
     Args:
-        settings: The deployment.
-        rng: For ids and faults.
         epoch_s: Unix time at 0 of the event loop's clock, for dates in answers.
         publish: With `kv_events`, publishes a prefiller's events; None for nobody.
         trust: Whom ranks trust that call an https proxy; None for everybody.

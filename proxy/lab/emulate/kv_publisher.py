@@ -18,10 +18,6 @@ _TOPIC = b""
 class KvPublisher:
     """Serves one engine's log until it is closed.
 
-    Attributes:
-        events: Where batches are published.
-        replay: Where they are sent again.
-
     Raises:
         zmq.ZMQError: An address cannot be bound.
     """

@@ -32,7 +32,6 @@ def pulled(
     """Return the tokens whose KV the rank then has; None if its engine dies instead.
 
     Args:
-        prompt: The rank's own.
         cached: The tokens of the full blocks that its prefix cache has.
         prefilled: The prompt of which the prefiller keeps the blocks.
         block_tokens: Tokens of a block.

@@ -161,7 +161,6 @@ async def replay(
     """Replay requests until all have ended, or been sent; their failures are in the result.
 
     Args:
-        settings: How to replay.
         requests: In order of arrival, at least one.
         progress: Called a few times a second, and at the end.
         stop: Once set, nothing more is sent and running requests are cancelled.

@@ -215,8 +215,6 @@ def derive(
     """Return the figures of a run.
 
     Args:
-        samples: The samples of every request sent.
-        whole: The whole run.
         window: The steady state; None if it was never reached.
         time_scale: Seconds of the target's time in a second of the samples' times.
     """

@@ -335,13 +335,6 @@ class Simulation:
     """One run.
 
     Args:
-        deployment: The machines.
-        workload: The requests.
-        policy: Decides admissions.
-        predictor: Notified of every request.
-        service: See `Recorder`.
-        prefill_choice: Makes the rule that chooses a request's prefill server.
-        observer: See `Observer`; None for none.
         on_finished: Called after each step with the number of requests that finished in it.
         clock_ns: Real time, for the cost of decisions.
     """

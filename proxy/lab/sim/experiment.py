@@ -334,8 +334,6 @@ def simulate(
     Args:
         trace: A file, the name of a shipped trace, or requests by arrival.
         policies: Names of policies, or `module:function`.
-        ranks: Decode ranks.
-        batch: The batch limit of a rank.
         deployment: All of the machines, in place of `ranks` and `batch`.
         rate: Open loop, see `Workload`; 1 if no other pace is given.
         backlog: Saturated, see `Workload`.
@@ -343,8 +341,6 @@ def simulate(
         requests: Replay only the first ones.
         segments: Cut the trace in so many runs, of which the figures are means.
         predictor: Of `br-h`: `survival`, another name, or a file that `balanceroute train` wrote.
-        settings: Parameters of the policies.
-        seed: Of random policies.
         columns: What the columns or keys of a file of your own are called, by `arrival`, `prompt` and `output`,
             and if they are there `limit`, `tenant`, `class` and `deadline`; see `--columns`.
 

@@ -199,7 +199,6 @@ def match(
 
     Args:
         traces: With a step each.
-        names: The ranks' names in the proxy.
         given: Paths of traces that the operator assigned to ranks.
         span_ns: When the proxy's first and last samples were taken. A trace outside of it is
             another run's.

@@ -214,7 +214,6 @@ def lag(
     Args:
         times_ns: int64[samples], Unix time.
         proxy_loads: int64[samples], the proxy's loads.
-        timeline: The engine's.
 
     Returns:
         None if the samples are too few, or the loads never change.

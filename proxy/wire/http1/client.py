@@ -44,7 +44,6 @@ class Addresses:
     engine. Of several addresses, those at which the last attempt failed come last.
 
     Args:
-        host: A name or an address.
         ttl_s: How long addresses are valid.
     """
 
@@ -168,7 +167,6 @@ class Endpoint:
     what stands before them, end a connection whenever a second request comes.
 
     Args:
-        host: A name or an address.
         loop: By default the running one.
         ssl: For TLS; its settings determine how the engine is verified.
         host_header: By default the host and port.
@@ -250,11 +248,8 @@ class Endpoint:
         """Begin an exchange.
 
         Args:
-            method: In upper case.
-            target: In origin form, encoded.
             headers: Without Host. The endpoint frames the message itself and drops framing headers. What
                 several requests have in common may be given as lines of `encode_fields`.
-            body: Possibly empty.
             handler: Receives the response, never before this returns.
             crashed: Called with what the handler raised, after which the call is over; None lets the
                 exception propagate.
@@ -583,11 +578,6 @@ async def fetch(
     """Make one exchange and return its response, whatever its status.
 
     Args:
-        endpoint: The engine; for the next four see `Caller.request`.
-        method: In upper case.
-        target: In origin form, encoded.
-        headers: Without Host.
-        body: Possibly empty.
         timeout_s: Until the response is complete, including the connection.
         max_bytes: Limit of the response's body.
         cut: Whether a longer body is cut; otherwise it is an error.

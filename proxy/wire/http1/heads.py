@@ -216,8 +216,6 @@ def encode_request_head(
     """Return a request's head to send, with the headers that frame it.
 
     Args:
-        method: In upper case.
-        target: In origin form, encoded.
         host: The value of the Host header, which `headers` must not have.
         headers: Written in order, without those that frame the message; or lines of `encode_fields`.
         body: The body, which is not part of the result.

@@ -156,11 +156,7 @@ _REQUEST_LINE_SLACK = 64
 
 
 class IncomingRequest:
-    """The requests of one connection, one after the other.
-
-    Args:
-        clock: Seconds.
-    """
+    """The requests of one connection, one after the other."""
 
     __slots__ = (
         "_body",

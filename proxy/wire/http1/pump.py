@@ -209,8 +209,6 @@ class Pump:
     """The library at work: threads that move what was lent to them.
 
     Args:
-        library: See `load_library`.
-        threads: How many.
         slots: Streams that may be away at the same time, each of which has two descriptors more.
         high: Bytes that may wait for a client before its engine is not read any more.
         bounds_s: Upper ends of the buckets in which gaps between events are counted.

@@ -236,13 +236,11 @@ class Server:
     Args:
         application: Called with each complete request and its reply. It may answer at any time. It
             must not raise: if it does, the client gets a 500 and the error is logged.
-        limits: What is accepted from a client.
         refuse: Renders the answer to a request that does not reach the application: a protocol error,
             or one that `admit` rejects.
         admit: Checks each head before its body is read, and before a 100 (Continue); None to admit
             everything. A rejected request is answered at once and its body dropped.
         common: Returns headers for every answer, in addition to the application's.
-        make: Makes the connections.
     """
 
     def __init__(
@@ -273,7 +271,6 @@ class Server:
         Args:
             host: An address, or a name, all of whose addresses are used; see `listened_at`.
             port: 0 for a free one.
-            ssl: For TLS.
 
         Raises:
             OSError: The address cannot be bound.

@@ -115,7 +115,6 @@ class ConnectionLimit:
     Args:
         most: Connections at a time; None for no limit.
         most_per_peer: Connections of one address; 0 for no limit, None for rule 2.
-        clock: The loop's clock, in seconds.
 
     Attributes:
         rejected: New connections that were not served, by reason: "limit" or "peer".
@@ -155,7 +154,6 @@ class ConnectionLimit:
         Args:
             newcomer: Must be passed to `leave` once, whatever this returns.
             host: The client's address, without the port.
-            others: The open connections.
         """
         count = self._of_host.get(host, 0)
         if self._most_per_peer is not None and count >= self._most_per_peer:
@@ -416,7 +414,6 @@ class Service:
         Args:
             rejection: Why it is not served.
             head: Its head if it could be parsed.
-            peer: The client's address.
             received: What has come of a head that could not be.
         """
         headers, body = self.refuse(rejection, head, peer)

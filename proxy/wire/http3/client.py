@@ -83,7 +83,6 @@ class Http3Endpoint:
     """Sends requests to one address over one connection at a time; see `Caller`.
 
     Args:
-        host: A name or an address.
         port: The server's UDP port.
         order: In which requests are sent; see `STREAM_ORDERS`.
         standing: Returns the standing of a request by its headers and the present time.
