@@ -281,8 +281,6 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class PredictorJudgement:
-    """One predictor beside another."""
-
     answers: Answers  # What it said.
     scores: Scores  # How good that was.
     gains: dict[str, Gain]  # By how much it is better than the baseline, of the names in `GAINS`.

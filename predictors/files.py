@@ -36,8 +36,6 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class PredictorFileError(BalanceRouteError):
-    """A predictor that cannot be read or written."""
-
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(path, reason)
         self.path = path

@@ -12,8 +12,6 @@ from balanceroute.proxy.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How predictors of one kind are made."""
-
     # Returns one that has learned what a state says; see `Savable.from_state`.
     restored: Callable[[State], Savable]
     # Returns one that has learned from requests of the past; takes what `train` takes.

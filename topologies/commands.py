@@ -33,8 +33,6 @@ _INTERFACES = {
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One process to start."""
-
     name: str  # As in `decode-3`, or `proxy`.
     role: str  # "prefill", "decode" or "proxy".
     host: str

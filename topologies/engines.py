@@ -164,14 +164,11 @@ class RoleEngines:
 
     @property
     def hosts_per_rank(self) -> int:
-        """Hosts that share a rank; 1 if it is on one."""
         return max(1, len(self.hosts) // self.instances) if self.data_parallel == 1 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The real engines of a topology."""
-
     weights: str  # The model argument of `vllm serve`.
     connector: str
     device: str

@@ -54,11 +54,9 @@ class Table:
         return TopologyError(self._path, place, reason)
 
     def get(self, key: str) -> object:
-        """Return a value as it is; None if it is missing."""
         return self._content.get(key)
 
     def text(self, key: str) -> str | None:
-        """Return a text that is not empty; None if it is missing."""
         value = self._content.get(key)
         if value is None:
             return None
@@ -80,7 +78,6 @@ class Table:
         return tuple(texts)
 
     def word(self, key: str, words: tuple[str, ...]) -> str | None:
-        """Return one of some words; None if it is missing."""
         value = self.text(key)
         if value is not None and value not in words:
             raise self.error(key, f"is {value!r}{did_you_mean(value, words)}")
@@ -99,7 +96,6 @@ class Table:
         return hosts
 
     def integer(self, key: str, least: int, most: int) -> int | None:
-        """Return an integer in a range; None if it is missing."""
         value = self._content.get(key)
         if value is None or is_integer(value, least, most):
             return value
@@ -115,7 +111,6 @@ class Table:
         return self.integer(key, 1, MAX_PORT)
 
     def number(self, key: str, least: float, most: float) -> float | None:
-        """Return a number in a range; None if it is missing."""
         value = self._content.get(key)
         if value is None:
             return None
@@ -188,8 +183,6 @@ Level = Literal["error", "note"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding about a topology."""
-
     level: Level  # "error" if it cannot work, "note" if it may be intended.
     key: str  # The key in question, as in `engines.prefill.port`; "" if the reason has it.
     reason: str  # The problem.

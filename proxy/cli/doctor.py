@@ -80,8 +80,6 @@ class Trouble:
 
 @dataclass(slots=True)
 class PairTrial:
-    """What one pair made of a request."""
-
     prefill: str
     decode: str
     connector: str

@@ -105,8 +105,6 @@ async def _drain(arguments: argparse.Namespace, url: str, admin: "_Admin") -> in
 
 
 class _Admin:
-    """The admin listener at an address."""
-
     def __init__(self, address: str, pages: "PageClient") -> None:
         self._address, self.pages = address, pages
 

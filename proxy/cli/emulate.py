@@ -34,8 +34,6 @@ class FleetFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed(Times):
-    """How long things take."""
-
     transfer_base_ms: float = number(
         _DEFAULTS.transfer_base_ns / 1e6, "KV transfer = e + f x prompt", 0, 1e6, metavar="e"
     )
@@ -46,8 +44,6 @@ class Speed(Times):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the engines are."""
-
     host: str = text("127.0.0.1", "address to listen on", host_name, metavar="HOST")
     port: int = integer(
         9100, "of the first engine; the others follow (0: free ones)", 0, _MAX_PORT, metavar="PORT"

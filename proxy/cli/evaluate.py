@@ -67,8 +67,6 @@ WIDTH_INCHES = 7.0
 
 
 class _Look(NamedTuple):
-    """How the line of a predictor looks."""
-
     colour: str
     marker: str
     dashes: str

@@ -69,8 +69,6 @@ class RouterTraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterJudgement:
-    """How choices are judged."""
-
     seed: int = integer(1, "of what is drawn", 0, (1 << 31) - 1)
 
 
@@ -212,7 +210,6 @@ def _choices(scenario: Scenario, weights: Path | None) -> "Mapping[str, ModelCho
 
 
 def _choice_us(choice: "ModelChoice", scenario: Scenario) -> float:
-    """Return what one choice takes, in us of this machine."""
     outlooks = [GroupOutlook(0.5) for _ in scenario.groups]
     begin_s = time.perf_counter()
     for place in range(_CHOICES):

@@ -77,8 +77,6 @@ _LEAST_PACED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFlags:
-    """What is sent with requests."""
-
     api_key_file: Path | None = file("its one line is sent as a bearer token", metavar="F")
     tenant_keys: Path | None = file(
         'the key of each tenant of the trace, sent instead: TOML lines NAME = "KEY"', metavar="F"
@@ -118,8 +116,6 @@ class ReplayedTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOutputs:
-    """What the report says."""
-
     label: str = text("target", "what to call the target in the report", metavar="LABEL")
 
 

@@ -89,8 +89,6 @@ _NO_ENGINE = "give the address of a vLLM API server: what answers there is none"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one engine says of itself."""
-
     role: str
     url: str
     # The data-parallel ranks that the topology expects behind the address; None if it leaves that

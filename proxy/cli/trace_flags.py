@@ -50,7 +50,6 @@ def add_trace_flags(group: "argparse._ArgumentGroup") -> None:
 
 
 def add_format_flags(group: "argparse._ArgumentGroup") -> None:
-    """Add `--format`, `--columns` and `--sessions`."""
     group.add_argument(
         "--format",
         choices=["auto", *FORMATS],

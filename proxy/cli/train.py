@@ -43,8 +43,6 @@ _BASELINE = "survival"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFlags:
-    """How a predictor is trained, and checked before."""
-
     horizon: int = integer(40, "steps ahead that are predicted", 1, MAX_HORIZON, metavar="H")
     seed: int = integer(0, "of what is drawn", 0, (1 << 31) - 1)
     holdout: float = number(

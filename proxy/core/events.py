@@ -290,8 +290,6 @@ class StartPrefill(Struct, frozen=True):
 
 
 class AbortPrefill(Struct, frozen=True):
-    """Stop the prefill that runs on `prefiller`."""
-
     request: RequestId
     prefiller: PrefillerId
 
@@ -315,8 +313,6 @@ class Admit(Struct, frozen=True):
 
 
 class AbortDecode(Struct, frozen=True):
-    """Stop decoding `request` on `rank`."""
-
     request: RequestId
     rank: RankId
 

@@ -80,7 +80,6 @@ class FairShares:
         return max(self._counters.get(tenant, 0.0), base)
 
     def left(self, tenant: str, queue: "FairQueue") -> None:
-        """Note that a tenant no longer waits in a queue."""
         queues = self._queues[tenant]
         queues.remove(queue)
         if not queues:

@@ -23,8 +23,6 @@ from balanceroute.proxy.core.events import PrefillDone, PrefillerId, RankId, Req
 
 
 class LifecycleState(Enum):
-    """The phase that a request is in."""
-
     # Enum's own hash is Python code, and every transition hashes a pair.
     __hash__ = object.__hash__
 
@@ -109,8 +107,6 @@ TRANSITIONS: dict[tuple[LifecycleState, Trigger], LifecycleState] = {
 # No `Struct`: to set an attribute of one takes eight times as long, and each request's are set often.
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request's state and holdings."""
-
     request: RequestId  # Its id, the arrival number.
     ticket: Ticket  # What was known when it arrived.
     # When it arrived, or was last queued after it had been answered or served.

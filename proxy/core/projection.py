@@ -748,7 +748,6 @@ class Balance:
 
     @cached_property
     def _penalties(self) -> NDArray[np.float64]:
-        """The penalties of `_kinks`."""
         if self._make_target is None:
             return self._past_envelope
         past_target = self._target_penalty * self._steps

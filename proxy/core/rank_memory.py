@@ -31,8 +31,6 @@ _MOST_MISSES = 8
 
 
 class _Turn(NamedTuple):
-    """The latest turn of a conversation."""
-
     rank: RankId
     tokens: int  # Its prompt, and its answer once that has ended.
     added: int  # `_Held.added` until then.
@@ -40,8 +38,6 @@ class _Turn(NamedTuple):
 
 @dataclass(slots=True)
 class _Held:
-    """A rank's blocks."""
-
     # With the tokens that each stands for; the least recently used first.
     blocks: OrderedDict[int, float] = field(default_factory=OrderedDict)
     tokens: float = 0.0  # Of all of them.
@@ -135,7 +131,6 @@ class RankMemory:
             self._sessions[ticket.session] = turn._replace(tokens=tokens)
 
     def had(self) -> None:
-        """Note that a rank had what was expected."""
         self._misses = 0
 
     def missed(self, ticket: Ticket, rank: RankId) -> None:

@@ -204,7 +204,6 @@ class Ledger:
             self._notify(self.projection.emit, request, tokens)
 
     def kv_tokens(self, request: RequestId) -> int:
-        """KV tokens that `request` holds now."""
         return self._tokens(self._bindings[request])
 
     def unbind(self, request: RequestId) -> int:
@@ -408,8 +407,6 @@ def lowest(values: NDArray[np.int64] | NDArray[np.float64], among: NDArray[np.bo
 
 
 class Assignment(NamedTuple):
-    """Admit `request` to `rank`."""
-
     request: RequestId
     rank: RankId
 

@@ -187,7 +187,6 @@ class Pace:
 
     @property
     def busy_prefillers(self) -> float:
-        """Mean number of prefillers that are busy."""
         return self._busy_ns / self._passed_ns if self._passed_ns else 0.0
 
     @property

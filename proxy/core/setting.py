@@ -57,7 +57,6 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The flag, as in `--pool-limit`."""
         return flag_of(self.name)
 
 
@@ -165,7 +164,6 @@ def number(
 
 
 def seconds(default: float, text: str, least: float = 0.001, most: float = 1e6) -> float:
-    """Declare a time in seconds."""
     return number(default, text, least, most, metavar="S")
 
 

@@ -256,8 +256,6 @@ _STALE_S = 1.5
 
 
 class Sighting(Struct, frozen=True, array_like=True):
-    """One rank in one look."""
-
     rank: RankId
     moved: bool  # Whether any of its streams brought a token since the last look.
     # Of those that did not, the streams that bring one with every step as a rule, and which
@@ -269,8 +267,6 @@ class Sighting(Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class _Pace:
-    """What is known of one rank."""
-
     gap_s: float = 0.0
     gaps: int = 0
     moved_s: float = float("-inf")

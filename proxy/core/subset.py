@@ -83,8 +83,6 @@ def _pairs(places: int, max_items: int) -> tuple[NDArray[np.intp], NDArray[np.in
 
 
 class Subset(NamedTuple):
-    """Chosen candidates."""
-
     total: int  # Sum of their sizes, in KV tokens.
     indices: tuple[int, ...]  # Their positions, ascending.
 

@@ -54,13 +54,9 @@ class StartOrder(Protocol):
         """Return what sorts a request among those of all orders that the same maker made."""
         ...
 
-    def __len__(self) -> int:
-        """Return the number of waiting requests."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __contains__(self, request: RequestId, /) -> bool:
-        """Return whether `request` waits here."""
-        ...
+    def __contains__(self, request: RequestId, /) -> bool: ...
 
 
 class QueueOrder(StartOrder, Protocol):
@@ -168,7 +164,6 @@ class Timers:
             heapify(self._heap)
 
     def clear(self, request: RequestId) -> None:
-        """Remove the time of `request`, if it has one."""
         self._times.pop(request, None)
 
     def first_ns(self) -> int | None:
@@ -216,8 +211,6 @@ class Kept(NamedTuple):
 
 
 class PoolEntry(Struct, eq=False):
-    """One waiting request."""
-
     request: RequestId
     ticket: Ticket
     prompt_tokens: int  # Prompt tokens, and those emitted before a recompute.
@@ -292,7 +285,6 @@ class Pool:
         return request in self.entries
 
     def add(self, entry: PoolEntry) -> None:
-        """Insert `entry` in order."""
         assert entry.request not in self.entries, f"request {entry.request} is pooled twice"
         if entry.home in self._closed:
             entry = replace(entry, home=None)
@@ -326,7 +318,6 @@ class Pool:
                 self.entries[request] = replace(entry, home=None)
 
     def first(self, count: int) -> list[PoolEntry]:
-        """Return the first `count` entries in order."""
         entries = self.entries
         return [entries[request] for request in self._order.first(count)]
 
@@ -337,7 +328,6 @@ class Pool:
         return self._beyond_shares(entry.ticket for entry in self.first(count))
 
     def at(self, place: int) -> PoolEntry:
-        """Return the entry at a position of the order."""
         return self.entries[self._order.first(place + 1)[place]]
 
     def admit(self, request: RequestId) -> PoolEntry:
@@ -427,7 +417,6 @@ class Pool:
         return self._leases.take_due(now_ns)
 
     def first_lease_end_ns(self) -> int | None:
-        """Return when the first lease ends; None if no entry has one."""
         return self._leases.first_ns()
 
     def next_removal_ns(self) -> int | None:

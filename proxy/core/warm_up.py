@@ -39,8 +39,6 @@ _LOSSES = (DecodeLost, PrefillLost, RequestRecomputed, RequestFailed, RequestCan
 
 @dataclass(slots=True)
 class _Window:
-    """What one instance may have."""
-
     width: int  # Requests without a first token that it may have.
     grows: bool  # Whether it becomes wider by each answer, or ends with the first one.
     waiting: set[RequestId] = field(default_factory=set)  # Those that it has.
@@ -76,7 +74,6 @@ class WarmUp:
         return None if window is None else max(0, window.width - len(window.waiting))
 
     def width(self, instance: int) -> int | None:
-        """Return the width of an instance's window; None if it has none."""
         window = self._windows.get(instance)
         return None if window is None else window.width
 

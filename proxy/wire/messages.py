@@ -66,8 +66,6 @@ class HttpRequest(Struct):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Why a request is not served."""
-
     status: int  # The status of the answer.
     message: str  # The message for the client.
     # Headers of the answer, in addition to those of every error.

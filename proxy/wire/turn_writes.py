@@ -153,7 +153,6 @@ class TurnTransport:
         return lent + self._transport.get_write_buffer_size()
 
     def can_write_eof(self) -> bool:
-        """Return whether `write_eof` is possible."""
         return self._transport.can_write_eof()
 
     def write_eof(self) -> None:

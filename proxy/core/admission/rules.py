@@ -29,8 +29,6 @@ class Refusal:
 
 
 class Load(Struct, frozen=True):
-    """How busy the deployment is."""
-
     waiting: int  # `Scheduler.waiting`, the requests that no engine answers yet.
     # The expected time to first token of the request that arrives; None if it is not known or not
     # measured.
@@ -39,8 +37,6 @@ class Load(Struct, frozen=True):
 
 
 class Ending(Struct, frozen=True):
-    """How an accepted request ended."""
-
     served: bool  # Whether it was answered in full.
     first_token_ns: int | None  # Time from its arrival to its first token; None if there was none.
     output_tokens: int  # Tokens that were answered.
@@ -319,8 +315,6 @@ class AimdOptions:
 
 
 class Decision(Enum):
-    """What a tick did, and why."""
-
     UNKNOWN = "unknown"
     COOLDOWN = "cooldown"
     DECREASE = "decrease"

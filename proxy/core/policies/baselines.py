@@ -56,8 +56,6 @@ class PowerOfTwo:
 
 
 class RandomRank:
-    """Draws a rank uniformly for each request."""
-
     def __init__(self, rng: "random.Random") -> None:
         self._rng = rng
 
@@ -133,7 +131,6 @@ BLOCK_TOKENS = 16
 
 
 def decayed_blocks(bound: BoundRequest, expected_output: float | None) -> float:
-    """Return the weighted KV blocks of a request."""
     held = bound.kv_tokens // bound.slots
     prompt = held - bound.age
     blocks = -(-held // BLOCK_TOKENS)
@@ -187,7 +184,6 @@ _HIGHEST_USAGE = 0.999
 
 
 def queued_s(bound: BoundRequest, expected_output: float | None) -> float:
-    """Return the seconds that a request adds to its rank's queue."""
     del expected_output
     return 0.0 if bound.started else bound.kv_tokens / _THROUGHPUT
 

@@ -219,8 +219,6 @@ class OwnTrajectory:
 
 
 class _Predicted(NamedTuple):
-    """What was predicted of an admitted request."""
-
     deviation: float  # From `expected`, relative to `level`.
     expected: float  # What its slot would hold if only its prompt were known.
     level: float  # What the slot of a mean request would.

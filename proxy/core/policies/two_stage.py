@@ -126,7 +126,6 @@ class Roomiest:
         return rank if balance.has_margin(rank, entry.kv_tokens) else None
 
     def charged(self, rank: int) -> None:
-        """Note an admission to `rank`."""
         if self._ranks:
             heappush(self._heap, (self._balance.filled.item(rank), rank))
 
@@ -181,8 +180,6 @@ def target_tokens(
 
 @dataclass(frozen=True, slots=True)
 class TwoStageSettings:
-    """The parameters of the rule."""
-
     weights: Weights  # F's weights; with a `gamma`, those for a fleet without turnover.
     theta: int  # Free slots that Stage 1 leaves to Stage 2 when the pool exceeds the free slots.
     window: int  # K, the entries that Stage 2 considers.

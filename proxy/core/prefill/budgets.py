@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 
 class PrefillRequest(Struct, frozen=True):
-    """A request that needs a prefiller."""
-
     request: RequestId  # Its id.
     ticket: Ticket  # Its ticket.
     tokens: int  # Tokens that it is charged; more than in the ticket if it was recomputed.
@@ -51,9 +49,7 @@ class PrefillView(Protocol):
     """The prefillers as a choice sees them, indexed by prefiller. Read-only."""
 
     @property
-    def held_tokens(self) -> Sequence[int]:
-        """KV tokens held."""
-        ...
+    def held_tokens(self) -> Sequence[int]: ...
 
     @property
     def prefills(self) -> Sequence[int]: ...
@@ -123,8 +119,6 @@ class ScoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInputs:
-    """What a prefill choice is made from."""
-
     rng: "random.Random"  # Seeded generator for the randomised ones.
     index_blocks: int = 1 << 20  # Blocks of prompts that are remembered of each prefiller.
     scores: ScoreSettings = ScoreSettings()  # For choices by a score.

@@ -344,8 +344,6 @@ class PrefixAware:
 
 
 class RandomOne:
-    """A candidate drawn uniformly."""
-
     observer = None
 
     def __init__(self, rng: "random.Random") -> None:
@@ -429,8 +427,6 @@ _UNKNOWN_SCORE = 0.001
 
 
 class Scored:
-    """A candidate drawn by its score."""
-
     def __init__(self, name: str, inputs: PrefillInputs) -> None:
         self.observer = self._observe
         self._scores = SCORES[name](inputs.scores)

@@ -54,7 +54,6 @@ class KeyTable:
         self._key_at, self._value_at = self._keys.data, self._values.data
 
     def get(self, key: int) -> int | None:
-        """Return the value of a key; None if it is not there."""
         at = self._find(key)
         return int(self._value_at[at]) if self._key_at[at] else None
 
@@ -90,7 +89,6 @@ class KeyTable:
         self._value_at[at] = value
 
     def remove(self, key: int) -> int | None:
-        """Remove a key and return its value; None if it is not there."""
         keys, values, last = self._key_at, self._value_at, self._last
         hole = self._find(key)
         if not keys[hole]:
@@ -232,8 +230,6 @@ def named(blocks: tuple[int, ...], length: float) -> str:
 
 
 class _Prompt(Struct):
-    """What is known of a text."""
-
     texts: tuple[int, ...]  # The hashes of its beginnings that are known by it.
     tokens: "array[int]"  # The proxy's hashes of its blocks of tokens.
     share: float  # What part of it one block of text is.

@@ -53,8 +53,6 @@ class PageError(BalanceRouteError):
 
 
 class PageSample(NamedTuple):
-    """One value of one series."""
-
     name: str
     labels: dict[str, str]
     value: float
@@ -450,8 +448,6 @@ _MOST_FAILURES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """How long and how closely is looked."""
-
     minutes: float = number(5.0, "look at a running fleet for so long", 0.1, 1440.0, metavar="N")
     interval_s: float = number(1.0, "between two looks", 0.05, 60.0, metavar="S")
     timeout_s: float = number(5.0, "for one page", 0.1, 60.0, metavar="S")
@@ -461,8 +457,6 @@ class Watched:
 
 
 class Watcher:
-    """Looks at a fleet."""
-
     async def watch(
         self, *, seconds: float, interval_s: float, progress: Callable[[int], None]
     ) -> list[Look]:

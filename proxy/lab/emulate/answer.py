@@ -51,8 +51,6 @@ class Channel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token of a tool call."""
-
     token: int  # Id of the token.
     said: str  # Text of the token.
     channel: Channel  # Its part of the answer.
@@ -409,7 +407,6 @@ class AnswerFormat:
         return as_bytes(f'{self._chunk}],"usage":{usage},"system_fingerprint":{fingerprint}}}\n\n')
 
     def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
-        """Return the body of an answer that is not streamed."""
         raise NotImplementedError
 
 
@@ -418,7 +415,6 @@ def quoted(text: str) -> str:
 
 
 def as_json(value: object) -> str:
-    """Return a value as JSON without spaces."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -471,7 +467,6 @@ def ending(request: GenerationRequest, choice: Choice, head: AnswerHead) -> str:
 
 
 def token_ids_json(request: GenerationRequest, ids: Sequence[int]) -> str:
-    """Return the value of `token_ids`."""
     return as_json(list(ids)) if request.return_token_ids else "null"
 
 

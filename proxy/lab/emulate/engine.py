@@ -39,7 +39,6 @@ _EMBEDDING_SIZE = 8
 
 
 def answer_models(hub: Hub) -> object:
-    """Return the answer of /v1/models."""
     created = hub.unix_s
     permission = {
         "id": f"modelperm-{hub.hexadecimal(16)}",
@@ -148,8 +147,6 @@ def _text(values: Mapping[str, Any], name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EngineRole:
-    """The identity and size of an engine."""
-
     name: str  # "prefill/0", "decode/3": role and number.
     # The data-parallel ranks behind its server, by their number in the fleet.
     ranks: tuple[int, ...]
@@ -213,7 +210,6 @@ class Engine:
 
     @property
     def bootstrap_url(self) -> str:
-        """URL of its bootstrap server; empty if it has none."""
         return self._url(self.bootstrap_port) if self.bootstrap_port else ""
 
     def abort(self) -> int:

@@ -56,8 +56,6 @@ class RankCounters:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedRankState:
-    """The present state of one rank of an engine."""
-
     rank: int  # Its number, the `engine` label.
     running: int  # Sequences in the batch, or prompts being computed.
     waiting: int  # Sequences that wait for a slot or for blocks.

@@ -144,7 +144,6 @@ class Faults(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def by_token(self) -> bool:
-        """Whether a fault is due after a number of tokens."""
         return any(getattr(self, name) is not None for name in TOKEN_FAULTS)
 
     def changed(self, changes: Mapping[str, Any]) -> "Faults":
@@ -224,7 +223,6 @@ def malformed_write(kind: MalformedStream, write: Write) -> Write:
 
 
 def send_malformed(reply: Reply, headers: Headers, body: bytes, faults: Faults) -> None:
-    """Answer 200 with a malformed body."""
     match faults.malformed_answer:
         case MalformedAnswer.NOT_JSON:
             reply.send(200, headers, b"<html><body>Welcome to nginx!</body></html>")

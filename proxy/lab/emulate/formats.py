@@ -25,8 +25,6 @@ from balanceroute.proxy.lab.emulate.tokens import TOKEN_TEXTS, TokenLogprob, pro
 
 
 class ChatFormat(AnswerFormat):
-    """Writes the answer of a chat request."""
-
     kind = "chat.completion.chunk"
 
     def opening(self, choice: Choice) -> bytes:
@@ -150,8 +148,6 @@ def _whole_call(script: ToolScript) -> str:
 
 
 class CompletionFormat(AnswerFormat):
-    """Writes the answer of a completion request."""
-
     kind = "text_completion"
 
     def plain(self, choice: Choice) -> PlainEvent | None:

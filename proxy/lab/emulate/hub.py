@@ -133,8 +133,6 @@ class HttpPoster:
 
 @dataclass(slots=True)
 class Hub:
-    """What the engines of a fleet share."""
-
     settings: EmulationSettings
     rng: random.Random  # For ids and faults.
     epoch_s: float  # Unix time at 0 of the event loop's clock.

@@ -63,7 +63,6 @@ class KvPublisher:
 
 
 def _bound(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", host: str, port: int) -> str:
-    """Bind a socket; return its address."""
     socket.linger = 0
     socket.setsockopt(zmq.IPV6, 1)
     where = f"[{host}]" if ":" in host else host

@@ -23,8 +23,6 @@ class LeaseEnd(Enum):
 
 
 class BlockPool:
-    """The KV blocks of a prefiller."""
-
     def __init__(self, blocks: int | None) -> None:
         self.used = 0
         self.on_free: Callable[[], None] | None = None  # Called when blocks were freed.
@@ -165,7 +163,6 @@ class LeaseBook:
         return None if lease is None or lease.pulling else lease
 
     def ended(self, engine_id: str, name: str) -> EndedLease | None:
-        """Return a lease that ended; None if it is held, or unknown."""
         key = (engine_id, name)
         return None if key in self._by_key else self._ended.get(key)
 
@@ -341,7 +338,6 @@ def claim(
 def prefill_answer(
     connector: str, source: KvPeer, lease: Lease, block_tokens: int, last_token: int
 ) -> dict[str, object] | None:
-    """Return `kv_transfer_params` of a prefill answer; None if the connector has none."""
     if CONNECTORS[connector].flow is not KvFlow.PULL:
         return None
     return {

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class EmulatedPrefill:
-    """One prompt to compute."""
-
     prompt_tokens: int
     num_blocks: int  # KV blocks that its computation takes.
     # Called when its computation begins; returns the tokens that need none.
@@ -125,7 +123,6 @@ class EmulatedPrefiller:
         return self._queue.waiting + self._barrier.waiting(rank)
 
     def arriving(self, rank: int) -> int:
-        """Return 0: a prefiller receives no KV cache."""
         del rank
         return 0
 

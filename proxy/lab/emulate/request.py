@@ -27,8 +27,6 @@ ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the 
 
 
 class ApiError(BalanceRouteError):
-    """A request that is answered with an error."""
-
     def __init__(
         self, message: str, *, status: int = 400, kind: str, param: str | None = None
     ) -> None:
@@ -98,13 +96,11 @@ def internal_error(message: str = INTERNAL) -> ApiError:
 
 
 def unknown_model(name: object, known: str) -> ApiError:
-    """Return the error for a model that is not served."""
     message = f"The model `{name}` does not exist. Valid aliases: {known}."
     return ApiError(message, status=404, kind="NotFoundError", param="model")
 
 
 def compact(value: object) -> bytes:
-    """Return a value as JSON without spaces."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     return text.encode("utf-8", "replace")
 

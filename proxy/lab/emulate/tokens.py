@@ -204,8 +204,6 @@ def unit_draws(seed: bytes) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of a token."""
-
     token: str
     logprob: float  # Natural logarithm of its probability.
     # Ids of further candidates, most likely first, with theirs.
@@ -283,8 +281,6 @@ _MAX_TOKENS = 2**31 - 1
 
 
 class AnswerLengths:
-    """The lengths by request id."""
-
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}
 

@@ -218,8 +218,6 @@ class GroupSim:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedArrival:
-    """A request that is to be sent."""
-
     number: int  # From 0, in order.
     task: int  # Its task's place in the scenario.
     rate_per_s: float  # Requests a second, of late.

@@ -54,8 +54,6 @@ _WINDOW_WORTH = 0.03  # Of a window that is kept, beside the worth of its answer
 
 @dataclass(frozen=True, slots=True)
 class TrainingWindow:
-    """What the training got in a part of it."""
-
     step: int  # Requests until its end.
     reward: float  # Mean worth of an answer.
     shares: tuple[float, ...]  # How many of the requests each group got.
@@ -83,8 +81,6 @@ class _Memory:
 
 
 class Trainer:
-    """Trains one network."""
-
     def __init__(
         self,
         scenario: Scenario,

@@ -208,8 +208,6 @@ async def replay(
 
 
 class _Run:
-    """One replay in progress."""
-
     def __init__(
         self,
         settings: ReplaySettings,

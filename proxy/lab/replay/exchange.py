@@ -322,8 +322,6 @@ class TargetError(BalanceRouteError):
 
 @dataclass(frozen=True, slots=True)
 class ReplayTarget:
-    """An HTTP server."""
-
     url: str
     host: str  # A name or an address, without brackets.
     port: int

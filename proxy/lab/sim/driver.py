@@ -313,7 +313,6 @@ class SimulatedDeployment:
 
     @property
     def rank_batch_limits(self) -> tuple[int, ...] | None:
-        """The batch limit of each rank; None if they are equal."""
         if not self.engines.rank_batches:
             return None
         return tuple(self.engines.batches_of(self.ranks, self.batch_limit))

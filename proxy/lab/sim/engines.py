@@ -259,8 +259,6 @@ class PrefillModel:
 
 @dataclass(slots=True)
 class PrefillJob:
-    """One prompt to compute."""
-
     request: RequestId
     prefiller: PrefillerId
     prompt_tokens: int

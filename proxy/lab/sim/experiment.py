@@ -143,8 +143,6 @@ _SHOWN = ("idle_fraction", "output_tokens_per_s", "ttft_s_p99", "tpot_ms_p95")
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """One policy's figures."""
-
     policy: str
     mean: dict[str, float]  # Of each of `METRICS` over the segments.
     # The standard error of each mean; 0 for a single segment, which has none.

@@ -225,8 +225,6 @@ class RunMetrics:
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects the samples of one run."""
-
     num_requests: int  # Requests of the run.
     # Told of what concerns tenants and classes; None if nobody asks.
     service: ServiceLog | None = None

@@ -70,7 +70,6 @@ class Timeline:
 
 
 def timeline_of(trace: "EngineTrace") -> Timeline:
-    """Return the timeline of a trace that has at least one step."""
     assert len(trace.steps)
     steps = trace.steps[np.argsort(trace.steps["end_ns"], kind="stable")]
     start_ns = steps["start_ns"].astype(np.int64)

@@ -19,8 +19,6 @@ _LEAST_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A fitted line."""
-
     base_ms: float  # a.
     us_per_token: float  # b.
     r2: float  # Share of the variance of T that the line explains.

@@ -505,8 +505,6 @@ class ResponseRoom:
 
 
 class _Collector:
-    """Collects a response."""
-
     __slots__ = ("_body", "_cut", "_max_bytes", "_room", "_status", "call", "headers", "result")
 
     call: Calling

@@ -54,8 +54,6 @@ STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in 
 
 
 class RequestHead(Struct, frozen=True):
-    """A request without its body."""
-
     method: bytes
     path: bytes  # The target before `?`, not percent-decoded.
     query: bytes  # The target after `?`.
@@ -70,8 +68,6 @@ class RequestHead(Struct, frozen=True):
 
 
 class ResponseHead(Struct, frozen=True):
-    """A response without its body."""
-
     status: int
     headers: Headers
     content_length: int | None

@@ -142,8 +142,6 @@ class LentStream(Protocol):
 
 
 class Lent:
-    """A stream that is away."""
-
     __slots__ = (
         "_pump",
         "_seen_ns",
@@ -383,7 +381,6 @@ def _view(address: int, size: int) -> memoryview:
 
 
 def find_library() -> Path | None:
-    """Return where the library is; None if it is not installed."""
     spec = find_spec(_PACKAGE)
     places = [] if spec is None else spec.submodule_search_locations or []
     return next((path for place in places if (path := Path(place) / _FILE).is_file()), None)

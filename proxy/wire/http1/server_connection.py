@@ -562,7 +562,6 @@ class ServerConnection(asyncio.Protocol):
             self._transport.write_eof()
 
     def _close(self) -> None:
-        """Close after flushing."""
         self._stage = _Stage.CLOSING
         self._incoming.buffer = b""
         self._watch_writes()

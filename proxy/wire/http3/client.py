@@ -40,8 +40,6 @@ _PING_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whose certificates are trusted."""
-
     cafile: str | None = None  # A file of authorities; None for the system's.
 
     def apply(self, configuration: QuicConfiguration) -> None:

@@ -156,7 +156,6 @@ class StreamNumbers:
         return not self._overtaken
 
     def is_to_come(self, number: int) -> bool:
-        """Return whether a stream has not come yet."""
         return number >= self.end or number in self._overtaken
 
     def come(self, number: int) -> bool:
@@ -207,8 +206,6 @@ class OrderCounts:
 
 @dataclass(frozen=True, slots=True)
 class Priorities:
-    """What streams are sent by."""
-
     # Returns the standing of a request by its headers and the present time.
     standing: Callable[[Headers, float], StreamStanding]
     level: Callable[[bytes], int]  # Returns the level in the value of a Priority field.

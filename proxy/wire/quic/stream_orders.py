@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 
 class StreamStanding(NamedTuple):
-    """What an order knows of a stream."""
-
     level: int = 0  # The higher goes first; 0 is the usual one.
     # When its last byte is due, in seconds of the connection's clock; inf for never.
     deadline_s: float = inf
