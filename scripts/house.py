@@ -174,7 +174,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_700, 37),
     "proxy/wire": (7_650, 24),
-    "proxy/live": (38_600, 125),
+    "proxy/live": (38_450, 125),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (6_000, 26),
     "predictors": (3_750, 13),

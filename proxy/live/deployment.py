@@ -63,9 +63,13 @@ from balanceroute.proxy.live.scheduling.decisions import (
 )
 from balanceroute.proxy.live.scheduling.driver import Driver, UniqueTokens
 from balanceroute.proxy.live.scheduling.scraped_loads import OthersOnRanks, feed_loads
+from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
+from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
+from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.process_log import log_level, set_log_level
 from balanceroute.proxy.live.telemetry.snapshot import Held, LimitsState, Snapshot
+from balanceroute.proxy.wire.messages import ServerLimits
 
 if TYPE_CHECKING:
     from balanceroute.predictors.state import Savable
@@ -77,10 +81,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler
     from balanceroute.proxy.live.predictor_state import StateKeeper
     from balanceroute.proxy.live.request.continued import Continued
-    from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
-    from balanceroute.proxy.live.telemetry.metrics import Metrics
-    from balanceroute.proxy.wire.messages import ServerLimits
 
 
 # The state of one deployment, as the admin page shows it and the metrics export it.
@@ -89,12 +89,12 @@ if TYPE_CHECKING:
 def snapshot_of(
     deployment: "Deployment",
     group: str,
-    held: "Held",
-    limits: "ServerLimits",
+    held: Held,
+    limits: ServerLimits,
     *,
     requests: bool,
     scores: bool,
-) -> "Snapshot":
+) -> Snapshot:
     config = deployment.config
     return take_snapshot(
         deployment.driver,
@@ -144,10 +144,10 @@ class Deployment:
 
     def __init__(
         self,
-        config: "ProxyConfig",
-        environment: "Environment",
-        metrics: "Metrics",
-        failures: "DecisionFailures",
+        config: ProxyConfig,
+        environment: Environment,
+        metrics: Metrics,
+        failures: DecisionFailures,
         *,
         suspects: Suspects,
         beside: Tenancy | None = None,
@@ -507,7 +507,7 @@ class Deployment:
     def _reconfigure(self) -> None:
         self.driver.scheduler.reconfigure(self._scheduler_config(), self._make_policy())
 
-    def _scheduler_config(self) -> "SchedulerConfig":
+    def _scheduler_config(self) -> SchedulerConfig:
         instances = self.instances
         config = self.config.scheduler_config(len(instances.ranks), len(instances.prefillers))
         memory = self.roster.memory
@@ -656,7 +656,7 @@ async def _ranks_of(fetch: Callable[[str], Awaitable[bytes]], url: EngineUrl) ->
     return len(gauges.engines)
 
 
-def _heard_blocks(config: "ProxyConfig") -> "tuple[EngineBlocks | None, EngineBlocks | None]":
+def _heard_blocks(config: ProxyConfig) -> "tuple[EngineBlocks | None, EngineBlocks | None]":
     """Return what prefillers and ranks are to tell of their prefix caches; None for nothing."""
     if not (config.hears_kv_events or config.hears_rank_kv_events):
         return None, None
@@ -672,7 +672,7 @@ def _heard_blocks(config: "ProxyConfig") -> "tuple[EngineBlocks | None, EngineBl
 
 def _make_roster(
     instances: Instances,
-    config: "ProxyConfig",
+    config: ProxyConfig,
     connect: EngineConnections,
     fetcher: Fetcher,
     *,

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 from balanceroute.proxy.core.events import Observer
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.live.control.order_store import OrderStore
+from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.prediction import InThread
 from balanceroute.proxy.live.security import Credentials, engine_context
 from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
@@ -24,7 +25,6 @@ from balanceroute.proxy.wire.http1.pump import Pump
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-    from balanceroute.proxy.live.engines.engine_url import EngineUrl
     from balanceroute.proxy.live.engines.kv_feed import Subscribe
 
 PAGES_BYTES = 64 << 20
@@ -92,16 +92,14 @@ class EngineConnections:
         uptime_s: What leases are measured by; see `Environment`. None where there are none.
     """
 
-    def __init__(
-        self, config: "ProxyConfig", uptime_s: "Callable[[], float] | None" = None
-    ) -> None:
+    def __init__(self, config: ProxyConfig, uptime_s: Callable[[], float] | None = None) -> None:
         self._config = config
         self._uptime_s = uptime_s
         self._tls: SSLContext | None = None
         # Probes and requests go to the same addresses, also while the name does not resolve.
         self._addresses: WeakValueDictionary[tuple[str, int], Addresses] = WeakValueDictionary()
 
-    def __call__(self, url: "EngineUrl") -> Endpoint:
+    def __call__(self, url: EngineUrl) -> Endpoint:
         """Return an endpoint that has no connection yet."""
         engines, times = self._config.engines, self._config.times
         is_https = url.scheme == "https"

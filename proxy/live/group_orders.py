@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 from msgspec.json import decode
@@ -14,11 +14,9 @@ from balanceroute.proxy.live.control.order_store import OrderStore, basis_of
 from balanceroute.proxy.live.control.orders import ConflictError, OrderRefusal, read_order, text_of
 from balanceroute.proxy.live.control.pages import Routes, answering, begin, send_json
 from balanceroute.proxy.live.control.roster import named
+from balanceroute.proxy.live.deployment import Deployment
+from balanceroute.proxy.live.settings.config import GroupConfig
 from balanceroute.proxy.wire.messages import HttpRequest, Reply
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.deployment import Deployment
-    from balanceroute.proxy.live.settings.config import GroupConfig
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +46,8 @@ class GroupsInForce:
     def __init__(
         self,
         store: OrderStore | None,
-        groups: "tuple[GroupConfig, ...]",
-        make: "Callable[[Mapping[str, object]], GroupConfig]",
+        groups: tuple[GroupConfig, ...],
+        make: Callable[[Mapping[str, object]], GroupConfig],
     ) -> None:
         self._store = store
         self._groups = groups
@@ -58,7 +56,7 @@ class GroupsInForce:
         self._added: dict[str, dict[str, Any]] = {}
         self._removed: set[str] = set()
 
-    def load(self) -> "tuple[GroupConfig, ...]":
+    def load(self) -> tuple[GroupConfig, ...]:
         """Return the groups as they stood last, else those of the settings."""
         kept = self._read()
         if kept.basis != self._basis:
@@ -119,10 +117,10 @@ class GroupOrders:
 
     def __init__(
         self,
-        deployments: "Mapping[str, Deployment]",
-        begin: "Callable[[GroupConfig], Awaitable[None]]",
+        deployments: Mapping[str, Deployment],
+        begin: Callable[[GroupConfig], Awaitable[None]],
         end: Callable[[str], Awaitable[None]],
-        in_force: "GroupsInForce",
+        in_force: GroupsInForce,
     ) -> None:
         self._deployments = deployments
         self._begin, self._end, self._in_force = begin, end, in_force
@@ -183,7 +181,7 @@ class GroupOrders:
         await self._end(group)
         self._in_force.remove(group)
 
-    def _in_flight(self, deployment: "Deployment") -> int:
+    def _in_flight(self, deployment: Deployment) -> int:
         return len(deployment.driver.sessions) + deployment.pass_through.in_flight
 
 

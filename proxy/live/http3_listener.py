@@ -4,6 +4,7 @@ Needs the extra `h3`. What the connections are given to is the HTTP/1.1 server's
 """
 
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -14,18 +15,17 @@ from aioquic.quic.configuration import QuicConfiguration
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.openai.urgency import ANSWER_DUE, FIRST_TOKEN_DUE, deadline_ms, urgency
+from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.live.telemetry.component_metrics import Http3Counts
+from balanceroute.proxy.wire.http1.service import Service
 from balanceroute.proxy.wire.http3.server import Http3ServerConnection, Priorities
+from balanceroute.proxy.wire.messages import Headers
 from balanceroute.proxy.wire.quic.endpoint import QuicEndpoint
 from balanceroute.proxy.wire.quic.stream_orders import StreamStanding
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
 
-    from balanceroute.proxy.live.settings.declared import Http3Settings
-    from balanceroute.proxy.wire.http1.service import Service
-    from balanceroute.proxy.wire.messages import Headers
     from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress
 
 
@@ -51,7 +51,7 @@ class Http3Listener:
         ConfigError: The certificate cannot be used.
     """
 
-    def __init__(self, settings: "Http3Settings", cert: Path, key: Path) -> None:
+    def __init__(self, settings: Http3Settings, cert: Path, key: Path) -> None:
         self._settings = settings
         self._cert, self._key = cert, key
         self._configuration = _configuration(cert, key, inf)
@@ -61,7 +61,7 @@ class Http3Listener:
         self._endpoints: list[QuicEndpoint] = []
         self._transports: list[asyncio.DatagramTransport] = []
 
-    async def start(self, service: "Service", addresses: "Sequence[tuple[str, int]]") -> None:
+    async def start(self, service: Service, addresses: Sequence[tuple[str, int]]) -> None:
         """Receive at these addresses.
 
         Raises:
@@ -145,7 +145,7 @@ def _place(host: str, port: int) -> dict[str, Any]:
     return {"sock": one}
 
 
-def standing_of(headers: "Headers", now_s: float) -> StreamStanding:
+def standing_of(headers: Headers, now_s: float) -> StreamStanding:
     """Return how a request's answer is to be sent, by its own word; what cannot be read is ignored."""
 
     def due_s(name: bytes) -> float:
@@ -155,7 +155,7 @@ def standing_of(headers: "Headers", now_s: float) -> StreamStanding:
     return StreamStanding(_level(headers), due_s(ANSWER_DUE), due_s(FIRST_TOKEN_DUE))
 
 
-def _level(headers: "Headers") -> int:
+def _level(headers: Headers) -> int:
     return _USUAL_URGENCY - urgency(headers)
 
 

@@ -4,35 +4,34 @@ A proxy that listens to none never imports this.
 """
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.live.control.roster import Roster
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Status
 from balanceroute.proxy.live.engines.kv_feed import KvEventSource, KvFeed
+from balanceroute.proxy.live.environment import Environment
+from balanceroute.proxy.live.settings.declared import EngineSettings
 from balanceroute.proxy.live.settings.engines import PrefillServer
 from balanceroute.proxy.wire.messages import bracketed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from balanceroute.proxy.core.events import RankId
     from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
-    from balanceroute.proxy.live.control.roster import Roster
     from balanceroute.proxy.live.engines.kv_feed import Subscribe
-    from balanceroute.proxy.live.environment import Environment
-    from balanceroute.proxy.live.settings.declared import EngineSettings
 
 # Between two looks for engines that were added.
 _LOOK_S = 0.5
 
 
 async def follow(
-    roster: "Roster",
-    ports: "EngineSettings",
+    roster: Roster,
+    ports: EngineSettings,
     *,
     subscribe: "Subscribe",
-    lost: "Callable[..., None]",
+    lost: Callable[..., None],
 ) -> None:
     """Follow the engines' events for ever."""
     sources, instances = asyncio.Queue[KvEventSource](), roster.instances
@@ -61,7 +60,7 @@ async def follow(
 
 
 def _source_of(
-    prefiller: Prefiller, roster: "Roster", ports: "EngineSettings", lost: "Callable[..., None]"
+    prefiller: Prefiller, roster: Roster, ports: EngineSettings, lost: Callable[..., None]
 ) -> KvEventSource | None:
     """Return where a prefiller's events come from; None if it tells none, or is gone already."""
     server, blocks = roster.servers.get(prefiller.target), roster.instances.engine_blocks
@@ -75,7 +74,7 @@ def _source_of(
 
 
 def _source_of_rank(
-    rank: Rank, blocks: "EngineBlocks", ports: "EngineSettings", lost: "Callable[..., None]"
+    rank: Rank, blocks: "EngineBlocks", ports: EngineSettings, lost: Callable[..., None]
 ) -> KvEventSource:
     """Return where a rank's events come from: at its server's host, by its number there."""
     url = EngineUrl.parse(rank.name)
@@ -88,7 +87,7 @@ def _source_of_rank(
     return KvEventSource(feed, events, replay, partial(_is_there, rank), lost)
 
 
-def subscribed(environment: "Environment") -> "Subscribe":
+def subscribed(environment: Environment) -> "Subscribe":
     """Return what takes KV cache events."""
     if environment.subscribe is not None:
         return environment.subscribe

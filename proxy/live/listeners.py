@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from ssl import SSLContext
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -14,30 +15,27 @@ from balanceroute.proxy.live.control.admin import (
     MAX_BODY_BYTES,
     Admin,
 )
+from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.gateway import Gateway
+from balanceroute.proxy.live.frontend.groups import Groups
 from balanceroute.proxy.live.frontend.refusals import Limited
 from balanceroute.proxy.live.frontend.request_head import UNAUTHORISED, Clients
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.routes import CONTROL
 from balanceroute.proxy.live.security import Credentials, ServerTls, Tenant, server_context
+from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.telemetry.record import Tracer
+from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
+from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.server import Make, Server
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection
-from balanceroute.proxy.wire.messages import HttpRequest, Rejection, Reply
+from balanceroute.proxy.wire.http1.service import Common
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection, Reply
 
 if TYPE_CHECKING:
-    from ssl import SSLContext
-
-    from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.frontend.cors import Cors
-    from balanceroute.proxy.live.frontend.groups import Groups
     from balanceroute.proxy.live.picker import Picker
     from balanceroute.proxy.live.select_service import SelectService
-    from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
-    from balanceroute.proxy.wire.http1.heads import RequestHead
-    from balanceroute.proxy.wire.http1.service import Common
-    from balanceroute.proxy.wire.messages import Headers
 
 
 # Of the admin listener: who gives orders is near.
@@ -51,11 +49,11 @@ class PublicListener:
 
     def __init__(
         self,
-        config: "ProxyConfig",
-        groups: "Groups",
-        environment: "Environment",
+        config: ProxyConfig,
+        groups: Groups,
+        environment: Environment,
         *,
-        metrics: "RequestMetrics",
+        metrics: RequestMetrics,
         page_of_metrics: Callable[[], bytes],
         orders: Admin | None,
     ) -> None:
@@ -154,24 +152,24 @@ class PublicListener:
             self.tls.use(newest)
 
     @property
-    def _context(self) -> "SSLContext | None":
+    def _context(self) -> SSLContext | None:
         return None if self.tls is None else self.tls.context
 
-    def _alternative(self, headers: "Headers") -> "Headers":
+    def _alternative(self, headers: Headers) -> Headers:
         """Return where HTTP/3 is spoken (RFC 7838)."""
         del headers
         return [(b"alt-svc", b'h3=":%d"; ma=%d' % (self.server.port, _ALTERNATIVE_S))]
 
-    def use(self, credentials: "Credentials") -> None:
+    def use(self, credentials: Credentials) -> None:
         """Take newer keys from the next request on."""
         self.gateway.use_keys(clients_of(self._config, credentials), credentials.engine_key)
 
 
 def _picker(
-    config: "ProxyConfig",
-    groups: "Groups",
+    config: ProxyConfig,
+    groups: Groups,
     gateway: Gateway,
-    environment: "Environment",
+    environment: Environment,
 ) -> "Picker | None":
     """Return what tells gateways where requests go; None, and nothing of it is imported, where it is off.
 
@@ -196,7 +194,7 @@ class ControlRoutes:
     def __init__(self, pages: Admin, gateway: Gateway, unique: Callable[[], str]) -> None:
         self._pages, self._gateway, self._unique = pages, gateway, unique
 
-    def admit(self, head: "RequestHead", peer: str) -> "Rejection | None":
+    def admit(self, head: RequestHead, peer: str) -> Rejection | None:
         """Return why a request is not served, as far as its head tells."""
         if _control_path(head.path) is None:
             return self._gateway.admit(head, peer)
@@ -248,7 +246,7 @@ def _control_path(path: bytes) -> bytes | None:
 class AdminListener:
     """Where administrators come in, to `pages`."""
 
-    def __init__(self, config: "ProxyConfig", pages: Admin) -> None:
+    def __init__(self, config: ProxyConfig, pages: Admin) -> None:
         self._listening = config.listening
         # Few and its own: it answers when the public listener is full. Nobody holds them without a request
         # that is at work: what else is there makes room, and what holds a place for long is bounded.
@@ -275,7 +273,7 @@ class AdminListener:
 
 
 async def serve_selections(
-    config: "ProxyConfig", groups: "Groups", gateway: Gateway, environment: "Environment"
+    config: ProxyConfig, groups: Groups, gateway: Gateway, environment: Environment
 ) -> "SelectService | None":
     """Serve routers that ask for engines; return None, and import nothing of it, where none may.
 
@@ -313,7 +311,7 @@ async def serve_selections(
     return service
 
 
-def _connections(config: "ProxyConfig") -> Make:
+def _connections(config: ProxyConfig) -> Make:
     if not config.gateway.http2:
         return ServerConnection
     from balanceroute.proxy.wire.http2 import EitherConnection  # noqa: PLC0415  # An extra.
@@ -321,7 +319,7 @@ def _connections(config: "ProxyConfig") -> Make:
     return partial(EitherConnection, config.gateway.http2_streams)
 
 
-def _joined(commons: "Sequence[Common]") -> "Common | None":
+def _joined(commons: Sequence[Common]) -> Common | None:
     """Return what returns the headers of all of them; None if there are none."""
     if len(commons) < 2:
         return commons[0] if commons else None
@@ -338,7 +336,7 @@ def not_bound(place: str, host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"{place.format(host, port)}: {reason}")
 
 
-def clients_of(config: "ProxyConfig", credentials: "Credentials") -> Clients:
+def clients_of(config: ProxyConfig, credentials: Credentials) -> Clients:
     """Return what tells clients apart by keys, which may be newer than the configuration's."""
     admission = config.admission
     everybody = Tenant(
@@ -349,9 +347,7 @@ def clients_of(config: "ProxyConfig", credentials: "Credentials") -> Clients:
     return Clients(credentials.api_keys, credentials.tenants, everybody=everybody)
 
 
-def _refuse(
-    rejection: "Rejection", head: "RequestHead | None", peer: str
-) -> "tuple[Headers, bytes]":
+def _refuse(rejection: Rejection, head: RequestHead | None, peer: str) -> tuple[Headers, bytes]:
     del head, peer
     body = error_body(rejection.status, rejection.message, param=rejection.param)
     return [*JSON_HEADERS, *rejection.headers], body

@@ -9,7 +9,7 @@ decode: llm-d's Coordinator sends a call for each of them, and its sidecar takes
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from envoy.config.core.v3 import base_pb2
@@ -23,6 +23,8 @@ from msgspec import Struct, structs
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import Eligible
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank
+from balanceroute.proxy.live.frontend.gateway import Gateway
+from balanceroute.proxy.live.frontend.groups import Groups
 from balanceroute.proxy.live.frontend.request_head import (
     BadHintError,
     client_request_id,
@@ -41,6 +43,7 @@ from balanceroute.proxy.live.openai.shape import (
     read_shape,
     read_token_shape,
 )
+from balanceroute.proxy.live.scheduling.driver import Driver
 from balanceroute.proxy.live.selection import (
     Asked,
     Selection,
@@ -48,21 +51,16 @@ from balanceroute.proxy.live.selection import (
     Selector,
     endpoint_of,
 )
+from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.wire.http1.incoming_request import IncomingBody
 from balanceroute.proxy.wire.messages import (
     BodyBudget,
     Headers,
     MalformedError,
+    ServerLimits,
     bracketed,
     first_value,
 )
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.frontend.gateway import Gateway
-    from balanceroute.proxy.live.frontend.groups import Groups
-    from balanceroute.proxy.live.scheduling.driver import Driver
-    from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.proxy.wire.messages import ServerLimits
 
 _Engine = TypeVar("_Engine")
 
@@ -127,9 +125,9 @@ class Choices:
 
     def __init__(
         self,
-        config: "ProxyConfig",
-        groups: "Groups",
-        gateway: "Gateway",
+        config: ProxyConfig,
+        groups: Groups,
+        gateway: Gateway,
         unix_s: Callable[[], float],
     ) -> None:
         self._settings, self._groups, self._gateway = config.gateway, groups, gateway
@@ -269,7 +267,7 @@ class Choices:
         found = tuple(dict.fromkeys(endpoints))[: 1 + self._settings.pick_fallbacks]
         return Picked(found, told, selection, is_prefill)
 
-    def _open_ranks(self, allowed: Eligible | None) -> "list[tuple[int, Rank]]":
+    def _open_ranks(self, allowed: Eligible | None) -> list[tuple[int, Rank]]:
         """Return the open ranks and how many requests each has, the emptiest first."""
         found = [
             (int(group.intake.scheduler.ledger.bound[rank.id]), rank)
@@ -279,7 +277,7 @@ class Choices:
         ]
         return sorted(found, key=lambda one: one[0])
 
-    def _group(self, model: str) -> "Driver":
+    def _group(self, model: str) -> Driver:
         group = self._groups.find(model)
         assert group is not None, "its request was taken"
         return group.intake
@@ -341,7 +339,7 @@ class Choices:
         )
 
 
-async def _or_cancel(selection: Selection, choice: "Awaitable[_Engine]") -> "_Engine":
+async def _or_cancel(selection: Selection, choice: Awaitable[_Engine]) -> _Engine:
     """Wait for a choice; who stops to wait has no request any more."""
     try:
         return await choice
@@ -409,7 +407,7 @@ class _Call:
         bodies: Counts the bytes of all bodies that are kept here.
     """
 
-    def __init__(self, choices: Choices, limits: "ServerLimits", bodies: BodyBudget) -> None:
+    def __init__(self, choices: Choices, limits: ServerLimits, bodies: BodyBudget) -> None:
         self._choices, self._limits = choices, limits
         self._body = IncomingBody(bodies, limits.body_limit_bytes)  # Until it goes on.
         self._has_body = False
@@ -419,7 +417,7 @@ class _Call:
         self._picked: Picked | None = None
 
     async def answers(
-        self, messages: AsyncIterator[Any], closing: "asyncio.Future[None]"
+        self, messages: AsyncIterator[Any], closing: asyncio.Future[None]
     ) -> AsyncGenerator[Any, None]:
         """Yield what the gateway is to do; once `closing` is done, nothing more of a begun answer.
 
@@ -571,7 +569,7 @@ class _Call:
         return pb.ProcessingResponse(response_headers=headers)
 
 
-async def _next(messages: AsyncIterator[Any], closing: "asyncio.Future[None]") -> Any:
+async def _next(messages: AsyncIterator[Any], closing: asyncio.Future[None]) -> Any:
     """Return the next message; None if there is none, or the process is closing."""
     following = asyncio.ensure_future(anext(messages, None))
     try:
@@ -581,7 +579,7 @@ async def _next(messages: AsyncIterator[Any], closing: "asyncio.Future[None]") -
         following.cancel()
 
 
-def _hints(metadata: "Mapping[str, struct_pb2.Struct]", headers: Headers) -> frozenset[str] | None:
+def _hints(metadata: Mapping[str, struct_pb2.Struct], headers: Headers) -> frozenset[str] | None:
     """Return the only endpoints that a gateway allows, as it tells in either way; None for all."""
     told: list[str] = []
     # Without the key it tells of nothing; to ask for one that is not there makes it.
@@ -598,7 +596,7 @@ def _hints(metadata: "Mapping[str, struct_pb2.Struct]", headers: Headers) -> fro
     return frozenset(one.strip() for one in told)
 
 
-def _served(metadata: "Mapping[str, struct_pb2.Struct]") -> str:
+def _served(metadata: Mapping[str, struct_pb2.Struct]) -> str:
     """Return the endpoint that a gateway says it took; empty if it does not say."""
     if _METADATA not in metadata:
         return ""
@@ -606,7 +604,7 @@ def _served(metadata: "Mapping[str, struct_pb2.Struct]") -> str:
     return served
 
 
-def _mutation(values: Mapping[str, str], gone: "tuple[str, ...]") -> Any:
+def _mutation(values: Mapping[str, str], gone: tuple[str, ...]) -> Any:
     fields = [
         base_pb2.HeaderValueOption(
             header=base_pb2.HeaderValue(key=name, raw_value=value.encode()),
@@ -655,7 +653,7 @@ def immediate(refusal: SelectionRefusedError) -> Any:
 class Picker(rpc.ExternalProcessorServicer):  # type: ignore[misc]
     """The gRPC server of a picker."""
 
-    def __init__(self, config: "ProxyConfig", choices: Choices) -> None:
+    def __init__(self, config: ProxyConfig, choices: Choices) -> None:
         self.choices = choices
         self.port = 0  # There after `start`.
         self.streams = 0  # Requests of gateways that are not over.

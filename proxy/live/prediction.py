@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from balanceroute.predictors import NoPrediction, Predictor, RequestFeatures, measures
 from balanceroute.predictors.base import Capped, check_survival, outside_predictor
@@ -18,16 +18,11 @@ from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, Savable
 from balanceroute.predictors.survival import Hint, Hinted
 from balanceroute.proxy.core.config import outside_name
 from balanceroute.proxy.core.errors import ConfigError, shown
+from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.prediction import two_stage_estimate
+from balanceroute.proxy.live.telemetry.component_metrics import PredictorMetrics
 from balanceroute.proxy.live.telemetry.snapshot import PredictorScores
 from balanceroute.topologies import did_you_mean
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from balanceroute.proxy.core.events import RequestId, Ticket
-    from balanceroute.proxy.live.telemetry.component_metrics import PredictorMetrics
-
 
 # The predictor in use and its shadows: one is asked, all learn, all are judged.
 #
@@ -43,7 +38,7 @@ _ROWS = 25
 _VISITS = 100
 
 
-def ticket_features(ticket: "Ticket", prompt_tokens: int) -> RequestFeatures:
+def ticket_features(ticket: Ticket, prompt_tokens: int) -> RequestFeatures:
     """Return what predictors are told of a request whose prompt is so long."""
     return RequestFeatures(prompt_tokens, ticket.max_tokens, ticket.keys, ticket.expected_tokens)
 
@@ -53,11 +48,11 @@ class NamedPredictor:
     """One predictor."""
 
     name: str
-    predictor: "Predictor"
+    predictor: Predictor
     uses_keys: bool  # Whether it learns by the keys of requests.
     failed: bool = False  # Whether it raised an exception; of the one in use, at its last question.
     # Returns what corrects it for a request; see `Hinted`.
-    hint_of: "Callable[[RequestId], Hint | None]" = lambda _: None
+    hint_of: Callable[[RequestId], Hint | None] = lambda _: None
 
 
 class PredictorSet:
@@ -69,7 +64,7 @@ class PredictorSet:
         shadows: Sequence[NamedPredictor] = (),
         *,
         horizon_steps: int,
-        metrics: "PredictorMetrics",
+        metrics: PredictorMetrics,
         on_failure: Callable[[str, Exception], None],
         stopwatch: Callable[[], float],
     ) -> None:
@@ -90,12 +85,12 @@ class PredictorSet:
         self._scores: list[PredictorScores] = []
         self._scores_of = (-1, 0)  # Rows judged and shadows failed when `_scores` was made.
 
-    def begin(self, request: "RequestId", features: "RequestFeatures") -> None:
+    def begin(self, request: RequestId, features: RequestFeatures) -> None:
         self._tell(lambda predictor: predictor.begin(request, features))
 
     def survival(
-        self, requests: "Sequence[RequestId]", ages: "NDArray[np.int64]", steps: int
-    ) -> "NDArray[np.float64]":
+        self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
+    ) -> NDArray[np.float64]:
         begin_s = self._stopwatch()
         try:
             answer = self.active.predictor.survival(requests, ages, steps)
@@ -113,7 +108,7 @@ class PredictorSet:
         for count, seconds in refreshes:
             self._metrics.refreshed(count, seconds)
 
-    def ended(self, request: "RequestId", output_tokens: int, *, by_itself: bool) -> None:
+    def ended(self, request: RequestId, output_tokens: int, *, by_itself: bool) -> None:
         """Judge a request that is over, and let all predictors learn from it."""
         # An engine that reports more is not followed: it would cost memory.
         if by_itself and 0 < output_tokens <= MAX_OUTPUT_TOKENS:
@@ -124,7 +119,7 @@ class PredictorSet:
             self._board.cut_off(request, output_tokens)
             self._tell(lambda predictor: predictor.forget(request))
 
-    def score(self, requests: "Iterable[RequestId]", age_of: "Callable[[RequestId], int]") -> None:
+    def score(self, requests: Iterable[RequestId], age_of: Callable[[RequestId], int]) -> None:
         """Judge what has come true, and ask all predictors about some of the active requests."""
         self.tell_refreshes()
         begin_s = self._stopwatch()
@@ -146,7 +141,7 @@ class PredictorSet:
             self._ask(chosen, np.array(ages, np.int64))
             self._metrics.scored(self._stopwatch() - begin_s)
 
-    def _ask(self, requests: "list[RequestId]", ages: "NDArray[np.int64]") -> None:
+    def _ask(self, requests: list[RequestId], ages: NDArray[np.int64]) -> None:
         said = []
         try:
             said.append(self._board.ask(self.active.predictor, requests, ages))
@@ -185,7 +180,7 @@ class PredictorSet:
         self.active.failed = True
         self._on_failure("predictor", error)
 
-    def _tell(self, tell: "Callable[[Predictor], None]") -> None:
+    def _tell(self, tell: Callable[[Predictor], None]) -> None:
         try:
             tell(self.active.predictor)
         except Exception as error:
@@ -207,14 +202,14 @@ class PredictorSet:
 InThread = Callable[[Callable[[], None]], Awaitable[None]]
 """Runs a function where it may wait for a disk, and waits for it."""
 
-PREDICTORS: "dict[str, Callable[[], Savable | NoPrediction]]" = {
+PREDICTORS: dict[str, Callable[[], Savable | NoPrediction]] = {
     "none": NoPrediction,
     **{name: kind.untrained for name, kind in KINDS.items() if kind.untrained is not None},
 }
 """Those that need no file, by name."""
 
 
-def make_predictor(word: str) -> "Savable | NoPrediction | Predictor":
+def make_predictor(word: str) -> Savable | NoPrediction | Predictor:
     """Return a new predictor.
 
     Args:
@@ -243,7 +238,7 @@ def make_predictor(word: str) -> "Savable | NoPrediction | Predictor":
         raise ConfigError(f"is {word}: {error}") from error
 
 
-def _from_outside(name: str) -> "Predictor":
+def _from_outside(name: str) -> Predictor:
     try:
         return outside_predictor(name)
     except ConfigError as error:
@@ -255,7 +250,7 @@ def predictor_name(word: str) -> str:
     return word if word in PREDICTORS else Path(word).name
 
 
-def named(word: str, predictor: "Predictor") -> NamedPredictor:
+def named(word: str, predictor: Predictor) -> NamedPredictor:
     """Return a predictor under its name, corrected by clients' hints and limits."""
     hinted = Hinted(predictor)
     return NamedPredictor(
@@ -309,7 +304,7 @@ class Scoreboard:
         """Return the number of rows that are not judged yet."""
         return len(self._open)
 
-    def is_free(self, request: "RequestId", age: int) -> bool:
+    def is_free(self, request: RequestId, age: int) -> bool:
         """Return whether an active request has no row, after judging one that it has outlived."""
         row = self._open.get(request)
         # A request of that very age may have emitted its last token.
@@ -319,8 +314,8 @@ class Scoreboard:
         return row is None
 
     def ask(
-        self, predictor: "Predictor", requests: "Sequence[RequestId]", ages: "NDArray[np.int64]"
-    ) -> "NDArray[np.float64]":
+        self, predictor: Predictor, requests: Sequence[RequestId], ages: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         """Return what a predictor says of n requests, float64[2, n].
 
         Raises:
@@ -332,23 +327,23 @@ class Scoreboard:
 
     def note(
         self,
-        requests: "Sequence[RequestId]",
-        ages: "NDArray[np.int64]",
-        answers: "Sequence[NDArray[np.float64]]",
+        requests: Sequence[RequestId],
+        ages: NDArray[np.int64],
+        answers: Sequence[NDArray[np.float64]],
     ) -> None:
         """Open a row for each of n free requests; `answers` has float64[2, n] of each predictor."""
         rows = np.stack(answers, axis=1)
         for place, (request, age) in enumerate(zip(requests, ages.tolist(), strict=True)):
             self._open[request] = (age, rows[:, :, place].copy())
 
-    def ended(self, request: "RequestId", output_tokens: int) -> None:
+    def ended(self, request: RequestId, output_tokens: int) -> None:
         """Judge the row of a request that ended by itself, if it has one."""
         row = self._open.pop(request, None)
         # An age that was only inferred may lie beyond the end.
         if row is not None and output_tokens > row[0]:
             self._judge(row[1], output_tokens - row[0])
 
-    def cut_off(self, request: "RequestId", emitted_tokens: int) -> None:
+    def cut_off(self, request: RequestId, emitted_tokens: int) -> None:
         """Judge the row of a request of which no more is known than that it got so far.
 
         A row whose horizon it has not outlived is dropped.
@@ -378,7 +373,7 @@ class Scoreboard:
             decile_rows=tuple(diagram.rows.tolist()),
         )
 
-    def _judge(self, answers: "NDArray[np.float64]", remaining: int) -> None:
+    def _judge(self, answers: NDArray[np.float64], remaining: int) -> None:
         place = self.judged % self._window
         self.judged += 1
         self._answers[:, :, place] = answers

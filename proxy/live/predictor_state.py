@@ -6,14 +6,11 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from balanceroute.predictors.files import PredictorFileError, read_state, write_state
 from balanceroute.predictors.state import Savable, State, StateError
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.prediction import InThread
-    from balanceroute.proxy.live.telemetry.component_metrics import PredictorMetrics
+from balanceroute.proxy.live.prediction import InThread
+from balanceroute.proxy.live.telemetry.component_metrics import PredictorMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +35,10 @@ class StateKeeper:
     def __init__(
         self,
         path: Path,
-        fresh: "Savable",
+        fresh: Savable,
         *,
-        metrics: "PredictorMetrics",
-        in_thread: "InThread",
+        metrics: PredictorMetrics,
+        in_thread: InThread,
         observed: Callable[[], int],
     ) -> None:
         self.predictor = fresh  # Who has learned what the file says.
@@ -104,7 +101,7 @@ class StateKeeper:
             self._metrics.state_saved(ok=True)
 
 
-def _restored(path: Path, fresh: "Savable") -> "Savable":
+def _restored(path: Path, fresh: Savable) -> Savable:
     """Return a predictor of the same kind, and with the same model, that has learned more.
 
     Raises:
@@ -121,7 +118,7 @@ def _restored(path: Path, fresh: "Savable") -> "Savable":
         raise PredictorFileError(path, str(error)) from error
 
 
-def _write(path: Path, state: "State", *, aside: bool) -> None:
+def _write(path: Path, state: State, *, aside: bool) -> None:
     if aside and os.path.lexists(path):
         path.replace(path.with_name(f"{path.name}.bad"))
     write_state(path, state)

@@ -9,26 +9,22 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for, raise_limit
 from balanceroute.proxy.live.environment import Environment
+from balanceroute.proxy.live.proxy import Proxy
+from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.telemetry.process_log import LineWriter, set_up_process_log
+from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
 from balanceroute.proxy.live.telemetry.registry import TOKEN_GAP_BOUNDS_S
 from balanceroute.proxy.live.telemetry.request_log import RequestLog
 from balanceroute.proxy.wire.http1.pump import LibraryError, Pump, find_library, load_library
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from balanceroute.proxy.live.proxy import Proxy
-    from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 2.0
@@ -45,7 +41,7 @@ _FOUND = 64
 
 
 class _NoLog:
-    def request_ended(self, record: "RequestRecord") -> None:
+    def request_ended(self, record: RequestRecord) -> None:
         del record
 
 
@@ -60,7 +56,7 @@ class Logs:
         write_loads: Takes a line per sample of the ranks' loads; None for no samples.
     """
 
-    def __init__(self, config: "ProxyConfig") -> None:
+    def __init__(self, config: ProxyConfig) -> None:
         log = config.log
         writer = _make_writer(log.log)
         # Without a sink too: Python itself would write warnings to standard error.
@@ -87,7 +83,7 @@ class Logs:
             one.close(timeout_s=_FLUSH_S)
 
 
-def make_environment(logs: Logs, shortages: "Callable[[], int]", pump: Pump | None) -> Environment:
+def make_environment(logs: Logs, shortages: Callable[[], int], pump: Pump | None) -> Environment:
     """Return what a process on a real machine gives the proxy; see `Environment`."""
     return Environment(
         log=logs.requests,
@@ -111,7 +107,7 @@ class Signals:
         told: Called with each of them.
     """
 
-    def __init__(self, on_hangup: "Callable[[], None]") -> None:
+    def __init__(self, on_hangup: Callable[[], None]) -> None:
         self.stop, self.now = asyncio.Event(), asyncio.Event()
         self.told: Callable[[signal.Signals], None] = lambda number: None
         self._loop = asyncio.get_running_loop()
@@ -119,7 +115,7 @@ class Signals:
             self._loop.add_signal_handler(number, self._on_signal, number)
         self.on_hangup(on_hangup)
 
-    def on_hangup(self, call: "Callable[[], None]") -> None:
+    def on_hangup(self, call: Callable[[], None]) -> None:
         self._loop.add_signal_handler(signal.SIGHUP, call)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -127,7 +123,7 @@ class Signals:
         (self.now if self.stop.is_set() else self.stop).set()
 
 
-async def serve_until_told(proxy: "Proxy", watch: DescriptorWatch, signals: Signals) -> None:
+async def serve_until_told(proxy: Proxy, watch: DescriptorWatch, signals: Signals) -> None:
     """Serve until a signal, drain until all is over or another one, and close."""
     await until(signals.stop, (proxy.watch(), watch.run()))
     _log.info("draining")
@@ -136,7 +132,7 @@ async def serve_until_told(proxy: "Proxy", watch: DescriptorWatch, signals: Sign
     _log.info("stopped")
 
 
-async def until(event: asyncio.Event, works: "tuple[Coroutine[None, None, None], ...]") -> None:
+async def until(event: asyncio.Event, works: tuple[Coroutine[None, None, None], ...]) -> None:
     """Work until something happens or a work is over; raise what made it fail.
 
     A proxy that no longer looks after its engines and listeners must not go on.
@@ -150,7 +146,7 @@ async def until(event: asyncio.Event, works: "tuple[Coroutine[None, None, None],
         task.result()
 
 
-def equip(config: "ProxyConfig") -> "tuple[ProxyConfig, int, Pump | None]":
+def equip(config: ProxyConfig) -> tuple[ProxyConfig, int, Pump | None]:
     """Get what a process needs of the machine.
 
     Returns:
@@ -165,7 +161,7 @@ def equip(config: "ProxyConfig") -> "tuple[ProxyConfig, int, Pump | None]":
     return config, descriptors, None if library is None else _make_pump(config, library)
 
 
-def _with_descriptors(config: "ProxyConfig", *, pumps: bool) -> "tuple[ProxyConfig, int]":
+def _with_descriptors(config: ProxyConfig, *, pumps: bool) -> tuple[ProxyConfig, int]:
     """Get file descriptors; return the settings with connections for them, and their number."""
     descriptors = raise_limit(pumps=pumps)
     engines = 0
@@ -186,7 +182,7 @@ def _with_descriptors(config: "ProxyConfig", *, pumps: bool) -> "tuple[ProxyConf
     return config, descriptors
 
 
-def _native_library(config: "ProxyConfig") -> "ctypes.CDLL | None":
+def _native_library(config: ProxyConfig) -> ctypes.CDLL | None:
     """Return the library that moves streams; None if it is not to be used, or not needed and not there.
 
     Raises:
@@ -204,7 +200,7 @@ def _native_library(config: "ProxyConfig") -> "ctypes.CDLL | None":
         return None
 
 
-def _make_pump(config: "ProxyConfig", library: "ctypes.CDLL") -> Pump | None:
+def _make_pump(config: ProxyConfig, library: ctypes.CDLL) -> Pump | None:
     limit, listening = config.limits.connection_limit, config.listening
     assert limit is not None
     cores = len(os.sched_getaffinity(0))

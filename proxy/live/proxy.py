@@ -15,6 +15,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.control.admin import Admin
 from balanceroute.proxy.live.control.order_store import keep_trying
+from balanceroute.proxy.live.control.pages import Routes
 from balanceroute.proxy.live.control.pausing import Pausing
 from balanceroute.proxy.live.control.roster import EngineOrders, named
 from balanceroute.proxy.live.control.state import (
@@ -31,6 +32,8 @@ from balanceroute.proxy.live.frontend.groups import Group, Groups
 from balanceroute.proxy.live.listeners import AdminListener, PublicListener, serve_selections
 from balanceroute.proxy.live.request.shared import Death, Suspects
 from balanceroute.proxy.live.scheduling.forecast import Forecast
+from balanceroute.proxy.live.security import Credentials
+from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
 from balanceroute.proxy.live.settings.effects import without_effect
 from balanceroute.proxy.live.telemetry.component_metrics import (
     DecisionFailures,
@@ -40,19 +43,16 @@ from balanceroute.proxy.live.telemetry.component_metrics import (
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
 from balanceroute.proxy.live.telemetry.process_log import redact_too, set_log_level
 from balanceroute.proxy.live.telemetry.record import RecentRequests
+from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
+from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.control.pages import Routes
     from balanceroute.proxy.live.frontend.gateway import Gateway
     from balanceroute.proxy.live.group_orders import GroupsInForce
     from balanceroute.proxy.live.leader.leadership import Leadership
     from balanceroute.proxy.live.scaling import ScalingSignals
-    from balanceroute.proxy.live.security import Credentials
     from balanceroute.proxy.live.select_service import SelectService
-    from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
-    from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
     from balanceroute.proxy.live.tracing.exporter import SpanExporter
-    from balanceroute.proxy.wire.http1.server import Server
 
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Proxy:
 
     def __init__(
         self,
-        config: "ProxyConfig",
+        config: ProxyConfig,
         environment: Environment,
     ) -> None:
         if config.groups and environment.make_group is not None:
@@ -189,7 +189,7 @@ class Proxy:
                 _log.warning(message)
         self._idle = idle
 
-    def _make_group(self, group: "GroupConfig") -> Deployment:
+    def _make_group(self, group: GroupConfig) -> Deployment:
         """Return the deployment of a group. What tenants have in one counts in all."""
         environment = self._environment.of_group(group.name)
         # One whose decisions fail makes none of the others unready.
@@ -201,7 +201,7 @@ class Proxy:
             beside=beside,
         )
 
-    def _condemned(self, death: "Death", count: int) -> None:
+    def _condemned(self, death: Death, count: int) -> None:
         """Count and log prompts that are refused from now on."""
         self.metrics.legs.suspected_poison.inc(count)
         fields = {"count": count, "requests": death.ids, "engine": death.target.url}
@@ -250,7 +250,7 @@ class Proxy:
         await asyncio.wait([self._over])
         self._over.result()
 
-    def servers(self) -> "list[Server]":
+    def servers(self) -> list[Server]:
         found = [self.server] if self.admin is None else [self.server, self.admin]
         return found if self.select_service is None else [*found, self.select_service.server]
 
@@ -354,7 +354,7 @@ class Proxy:
         if self._environment.pump is not None:
             self._environment.pump.close()
 
-    def snapshots(self, *, requests: bool, scores: bool = True) -> "dict[str, Snapshot]":
+    def snapshots(self, *, requests: bool, scores: bool = True) -> dict[str, Snapshot]:
         """Return the state of each deployment by its name.
 
         With each live request if asked, and with the predictors' scores.
@@ -425,7 +425,7 @@ class Proxy:
         for deployment in self.deployments.values():
             deployment.ordered()
 
-    def renew(self, read: Callable[[], "Credentials"]) -> dict[str, object]:
+    def renew(self, read: Callable[[], Credentials]) -> dict[str, object]:
         """Read keys, certificates and tenants again and use them; return how many there are.
 
         All files are read and checked before any of them takes effect. Connections that are open, and
@@ -455,13 +455,13 @@ class Proxy:
 
     # Parts.
 
-    def _held(self) -> "Held":
+    def _held(self) -> Held:
         rosters = [one.roster for one in self.deployments.values()]
         endpoints = [endpoint for roster in rosters for endpoint in roster.endpoints.values()]
         connections = sum(endpoint.connections for endpoint in endpoints)
         return held_by(self.server, connections, self._environment.pump)
 
-    def _use(self, credentials: "Credentials") -> None:
+    def _use(self, credentials: Credentials) -> None:
         """Take newer keys and tenants."""
         self._use_tenants(credentials)
         if self.pages is not None:
@@ -473,12 +473,12 @@ class Proxy:
         if self.select_service is not None:
             self.select_service.keys = credentials.select_keys
 
-    def _use_tenants(self, credentials: "Credentials") -> None:
+    def _use_tenants(self, credentials: Credentials) -> None:
         for deployment in self.deployments.values():
             deployment.tenancy.change(credentials.tenants)
         self.metrics.tenants.names = {one.name for one in credentials.tenants}
 
-    def _group_routes(self, tasks: set[asyncio.Task[None]]) -> "Routes":
+    def _group_routes(self, tasks: set[asyncio.Task[None]]) -> Routes:
         if self._groups_in_force is None:
             return {}
         from balanceroute.proxy.live.group_orders import GroupOrders, GroupPages  # noqa: PLC0415
@@ -488,7 +488,7 @@ class Proxy:
         )
         return GroupPages(orders, tasks).routes
 
-    async def _begin_group(self, config: "GroupConfig") -> None:
+    async def _begin_group(self, config: GroupConfig) -> None:
         deployment = self._make_group(config)
         await deployment.start()
         self._connect_back(deployment)
@@ -510,7 +510,7 @@ class Proxy:
         await asyncio.gather(*tasks, return_exceptions=True)
         await deployment.close()
 
-    def _connect_back(self, deployment: "Deployment") -> None:
+    def _connect_back(self, deployment: Deployment) -> None:
         """Tell a connector whose engines call the proxy where it is."""
         engines = deployment.config.engines
         if not engines.metaserver_url:
@@ -578,7 +578,7 @@ class Proxy:
         )
 
 
-def _group(name: str, deployment: "Deployment") -> Group:
+def _group(name: str, deployment: Deployment) -> Group:
     config = deployment.config
     return Group(
         name,
@@ -594,7 +594,7 @@ def _group(name: str, deployment: "Deployment") -> Group:
 
 
 def _trace_export(
-    config: "ProxyConfig", environment: Environment, metrics: "TraceMetrics | None"
+    config: ProxyConfig, environment: Environment, metrics: TraceMetrics | None
 ) -> "SpanExporter | None":
     """Return what exports traces; None, and nothing of it is imported, if the settings ask for none."""
     settings = config.tracing
@@ -621,7 +621,7 @@ def _trace_export(
 
 
 def _leadership(
-    config: "ProxyConfig", environment: Environment, sites: "Callable[[], Iterable[Deployment]]"
+    config: ProxyConfig, environment: Environment, sites: Callable[[], Iterable[Deployment]]
 ) -> "Leadership | None":
     """Return what says whether this process leads; None, and nothing of it is imported, if it is alone."""
     settings = config.leader

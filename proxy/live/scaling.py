@@ -8,10 +8,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from balanceroute.proxy.capacity import Bound, LoadFollower, sample_of
+from balanceroute.proxy.live.frontend.groups import Group, Groups
 
 if TYPE_CHECKING:
     from balanceroute.proxy.capacity import FleetSample
-    from balanceroute.proxy.live.frontend.groups import Group, Groups
 
 _LOOK_S = 1.0
 _RESOURCES = {
@@ -70,7 +70,7 @@ class ScalingSignals(OfLoads):
 
     def __init__(
         self,
-        groups: "Groups",
+        groups: Groups,
         *,
         kv_tokens: Callable[[str], int | None],
         clock: Callable[[], float],
@@ -90,7 +90,7 @@ class ScalingSignals(OfLoads):
         for group in self._groups:
             self.followers[group.name].look(self._sample(group))
 
-    def _sample(self, group: "Group") -> "FleetSample":
+    def _sample(self, group: Group) -> "FleetSample":
         driver, now_s = group.intake, self._clock()
         return sample_of(
             driver.scheduler,

@@ -26,7 +26,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b, sha256
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import parse_qs, unquote
 from weakref import WeakKeyDictionary
 
@@ -36,6 +36,7 @@ from msgspec import Meta, Struct, structs
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RequestId, Ticket
 from balanceroute.proxy.core.prefill.budgets import PrefillRequest
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Status
+from balanceroute.proxy.live.frontend.groups import Group, Groups
 from balanceroute.proxy.live.request.prefill_attempt import pulled_within_s
 from balanceroute.proxy.live.security import Secret, bearer_token, matches_any
 from balanceroute.proxy.live.selection import (
@@ -45,12 +46,9 @@ from balanceroute.proxy.live.selection import (
     Selector,
     endpoint_of,
 )
+from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection, Reply, ServerLimits
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.frontend.groups import Group, Groups
-    from balanceroute.proxy.wire.http1.heads import RequestHead
 
 MAX_BODY_BYTES = 1 << 20
 """Of a request; of a longer prompt than this holds as token ids, `isl_tokens` says as much."""
@@ -148,7 +146,7 @@ class SelectService:
 
     def __init__(
         self,
-        groups: "Groups",
+        groups: Groups,
         selector: Selector,
         *,
         unique: Callable[[], str],
@@ -186,7 +184,7 @@ class SelectService:
         self.server.close()
         await self.server.drain()
 
-    def _admit(self, head: "RequestHead", peer: str) -> Rejection | None:
+    def _admit(self, head: RequestHead, peer: str) -> Rejection | None:
         """Return why a request is refused by its head alone."""
         del peer
         if head.path in _OPEN:
@@ -309,7 +307,7 @@ class SelectService:
         told = {"block_size": size, "num_blocks": hashes, "workers": rows, "shared_cache": shared}
         _send(reply, 200, told)
 
-    def _cached(self, group: "Group", asked: _Prompt) -> "dict[PrefillerId, int] | None":
+    def _cached(self, group: Group, asked: _Prompt) -> dict[PrefillerId, int] | None:
         """Return what each prefiller should have of a prompt; None if nobody follows that."""
         tokens, blocks = _tokens(asked), _blocks(asked)
         ticket = Ticket(tokens, blocks=blocks, block_tokens=float(asked.block_size))
@@ -325,7 +323,7 @@ class SelectService:
         rows: list[dict[str, Any]] = self._selector.loads()
         return {(row["group"], row["role"], row["engine"]): row for row in rows}
 
-    def _named(self, request: HttpRequest) -> "list[Group]":
+    def _named(self, request: HttpRequest) -> list[Group]:
         """Return the groups that a query asks for."""
         try:
             asked = parse_qs(request.query.decode("latin-1"), max_num_fields=8)
@@ -335,13 +333,13 @@ class SelectService:
         found = {group.name: group for group in map(self._group, names)} if names else {}
         return list(found.values()) or list(self._groups)
 
-    def _group(self, model: str) -> "Group":
+    def _group(self, model: str) -> Group:
         found = self._groups.find("" if model == _DEFAULT else model)
         if found is None:
             raise _RefusedError(404, f"there is no model {model[:128]!r}")
         return found
 
-    def _catalogue(self, groups: "Collection[Group] | Groups") -> list[dict[str, object]]:
+    def _catalogue(self, groups: Collection[Group] | Groups) -> list[dict[str, object]]:
         found: dict[tuple[str, int], dict[str, object]] = {}
         for group in groups:
             for engine in _engines(group):
@@ -512,7 +510,7 @@ class SelectService:
 
     # Engines by what callers call them.
 
-    def _worker(self, group: "Group", asked: _Prompt) -> list[_Engine]:
+    def _worker(self, group: Group, asked: _Prompt) -> list[_Engine]:
         """Return the engines of a worker, or its one rank that is named."""
         found = [one for one in _engines(group) if worker_id(one) == asked.worker_id]
         if not found:
@@ -522,7 +520,7 @@ class SelectService:
             raise _RefusedError(404, f"worker {asked.worker_id} has no rank {asked.dp_rank}")
         return ranks
 
-    def _eligible(self, group: "Group", asked: _Prompt) -> Eligible | None:
+    def _eligible(self, group: Group, asked: _Prompt) -> Eligible | None:
         """Return the engines that a request may have; None for all. A role of which none is named has all."""
         if asked.allowed_worker_ids is None:
             return None
@@ -553,12 +551,12 @@ def dp_rank(engine: _Engine) -> int:
     return int(header) if header is not None and header.isdigit() else 0
 
 
-def _engines(group: "Group") -> Iterator[_Engine]:
+def _engines(group: Group) -> Iterator[_Engine]:
     yield from group.intake.instances.prefillers
     yield from group.intake.instances.ranks
 
 
-def _only(group: "Group", engines: Collection[_Engine]) -> Eligible:
+def _only(group: Group, engines: Collection[_Engine]) -> Eligible:
     instances = group.intake.instances
     prefillers = {one.id for one in engines if isinstance(one, Prefiller)}
     ranks = {one.id for one in engines if isinstance(one, Rank)}
@@ -572,7 +570,7 @@ def _ids(eligible: Eligible, engine: _Engine) -> Collection[int]:
     return eligible.ranks if isinstance(engine, Rank) else eligible.prefillers
 
 
-def _names(group: "Group") -> dict[str, object]:
+def _names(group: Group) -> dict[str, object]:
     return {"model_name": group.model or _DEFAULT, "routing_group": _DEFAULT}
 
 
@@ -640,8 +638,6 @@ def _send_error(reply: Reply, error: _RefusedError) -> None:
     reply.send(error.status, [*_JSON, *given], msgspec.json.encode({"error": error.message}))
 
 
-def _refusal(
-    rejection: Rejection, head: "RequestHead | None", peer: str
-) -> "tuple[Headers, bytes]":
+def _refusal(rejection: Rejection, head: RequestHead | None, peer: str) -> tuple[Headers, bytes]:
     del head, peer
     return [*_JSON, *rejection.headers], msgspec.json.encode({"error": rejection.message})

@@ -15,7 +15,7 @@ import asyncio
 import re
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from msgspec import Struct, structs
 
@@ -24,7 +24,8 @@ from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.core.events import Eligible
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
-from balanceroute.proxy.live.frontend.groups import unknown_model
+from balanceroute.proxy.live.frontend.groups import Group, Groups, unknown_model
+from balanceroute.proxy.live.frontend.refusals import Refusals
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api, Shape
 from balanceroute.proxy.live.openai.urgency import Urgency
@@ -48,12 +49,7 @@ from balanceroute.proxy.live.telemetry.record import (
     Outcome,
     RequestRecord,
 )
-from balanceroute.proxy.wire.messages import Headers, bracketed
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.frontend.groups import Group, Groups
-    from balanceroute.proxy.live.frontend.refusals import Refusals
-    from balanceroute.proxy.wire.messages import Late
+from balanceroute.proxy.wire.messages import Headers, Late, bracketed
 
 _Engine = TypeVar("_Engine")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -184,7 +180,7 @@ class Selection:
             session.host.crashed(session.number, self.request_id, "selection", error)
             return False
 
-    async def _wait(self, choice: "asyncio.Future[_Engine]") -> _Engine:
+    async def _wait(self, choice: asyncio.Future[_Engine]) -> _Engine:
         self.waiting += 1
         try:
             return await asyncio.shield(choice)
@@ -224,7 +220,7 @@ class Selection:
     def start(self, status: int, headers: Headers) -> None:
         raise NotImplementedError("nobody reads its answer here")
 
-    def comment(self, headers: Headers, data: bytes, late: "Late") -> None:
+    def comment(self, headers: Headers, data: bytes, late: Late) -> None:
         raise NotImplementedError("nobody reads its answer here")
 
     def write(self, data: bytes) -> None:
@@ -246,7 +242,7 @@ class _Elsewhere(Attempt):
     __slots__ = ("_paces", "_rank", "_since", "told")
 
     def __init__(
-        self, session: "Reservation", leg: Leg, engine: "Prefiller | Rank", paces: RankPaces
+        self, session: "Reservation", leg: Leg, engine: Prefiller | Rank, paces: RankPaces
     ) -> None:
         super().__init__(session, leg, engine)
         self.posted_s = session.context.clock()
@@ -291,7 +287,7 @@ class Reservation(Session):
     def __init__(
         self,
         number: events.RequestId,
-        host: "Driver",
+        host: Driver,
         *,
         ticket: events.Ticket,
         shape: Shape,
@@ -533,7 +529,7 @@ class Selector:
         unix_s: Wall-clock time, for logs.
     """
 
-    def __init__(self, groups: "Groups", refusals: "Refusals", unix_s: Callable[[], float]) -> None:
+    def __init__(self, groups: Groups, refusals: Refusals, unix_s: Callable[[], float]) -> None:
         self._groups, self._refusals, self._unix_s = groups, refusals, unix_s
         self._live: dict[str, Selection] = {}
         # Of those that ended while nobody waited, the latest.
@@ -669,7 +665,7 @@ def endpoint_of(engine: Prefiller | Rank) -> str:
     return f"{bracketed(url.host)}:{url.port}"
 
 
-def _loads(group: "Group") -> Iterator[dict[str, object]]:
+def _loads(group: Group) -> Iterator[dict[str, object]]:
     driver = group.intake
     scheduler, instances = driver.scheduler, driver.instances
     ledger, prefillers = scheduler.ledger, scheduler.prefillers

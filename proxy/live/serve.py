@@ -4,10 +4,11 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -24,22 +25,16 @@ from balanceroute.proxy.live.process_edge import (
     settle_memory,
 )
 from balanceroute.proxy.live.proxy import Proxy
+from balanceroute.proxy.live.security import Credentials
+from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
 from balanceroute.proxy.wire.messages import bracketed
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable, Mapping, Sequence
-
-    from balanceroute.proxy.live.security import Credentials
-    from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
-
 
 # What a command prints when it serves: one line for scripts, and at a terminal what to try first.
 
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - the other way round.
 
 
-def announce(config: "ProxyConfig", port: int, admin_port: int | None = None) -> None:
+def announce(config: ProxyConfig, port: int, admin_port: int | None = None) -> None:
     """Print the line that scripts wait for, and at a terminal the commands to try."""
     lines = [announcement(config, port, admin_port)]
     if sys.stdout.isatty():
@@ -47,7 +42,7 @@ def announce(config: "ProxyConfig", port: int, admin_port: int | None = None) ->
     print("\n".join(lines), flush=True)  # noqa: T201 - the command's answer.
 
 
-def announcement(config: "ProxyConfig", port: int, admin_port: int | None = None) -> str:
+def announcement(config: ProxyConfig, port: int, admin_port: int | None = None) -> str:
     """Return the line that a command prints when it serves, at these ports."""
     listening = config.listening
     line = f"listening on {_scheme(config)}://{bracketed(listening.host)}:{port}"
@@ -56,7 +51,7 @@ def announcement(config: "ProxyConfig", port: int, admin_port: int | None = None
     return line
 
 
-def greeting(config: "ProxyConfig", port: int, admin_port: int | None = None) -> list[str]:
+def greeting(config: ProxyConfig, port: int, admin_port: int | None = None) -> list[str]:
     """Return commands to try: a request, whether the fleet is ready, and its engines."""
     listening, credentials = config.listening, config.credentials
     url = f"{_scheme(config)}://{_reached(listening.host)}:{port}"
@@ -75,7 +70,7 @@ def greeting(config: "ProxyConfig", port: int, admin_port: int | None = None) ->
     return lines
 
 
-def _scheme(config: "ProxyConfig") -> str:
+def _scheme(config: ProxyConfig) -> str:
     return "http" if config.listening.tls_cert is None else "https"
 
 
@@ -90,16 +85,16 @@ _log = logging.getLogger(__name__)
 class ServeCommand:
     """What was called, as far as the process needs it again."""
 
-    words: "Sequence[str]"  # The command line, the command first.
+    words: Sequence[str]  # The command line, the command first.
     owns_engines: bool  # Whether it has started engines, which end with this process.
     # Reads the files of keys, certificates and tenants again. Raises ConfigError.
-    read_credentials: "Callable[[], Credentials]"
-    make_group: "Callable[[Mapping[str, object]], GroupConfig] | None" = None  # See `Environment`.
+    read_credentials: Callable[[], Credentials]
+    make_group: Callable[[Mapping[str, object]], GroupConfig] | None = None  # See `Environment`.
     # Settings that were not given, and are as the engines tell, by name.
-    told: "Mapping[str, object]" = field(default_factory=dict)
+    told: Mapping[str, object] = field(default_factory=dict)
 
 
-def serve(config: "ProxyConfig", command: ServeCommand) -> int:
+def serve(config: ProxyConfig, command: ServeCommand) -> int:
     """Serve until SIGINT or SIGTERM; return the exit status.
 
     The first signal drains: nothing new is taken, what runs may end. A second one ends it at once.
@@ -110,7 +105,7 @@ def serve(config: "ProxyConfig", command: ServeCommand) -> int:
     return 0 if successor is None else wait_in_place(successor)
 
 
-async def _serve(config: "ProxyConfig", command: ServeCommand) -> "subprocess.Popen[bytes] | None":
+async def _serve(config: ProxyConfig, command: ServeCommand) -> subprocess.Popen[bytes] | None:
     inherited = Inherited(os.environ)
     logs = Logs(config)
     signals = Signals(logs.reopen)
@@ -170,7 +165,7 @@ async def _serve(config: "ProxyConfig", command: ServeCommand) -> "subprocess.Po
     return successor.took_over
 
 
-def renew(proxy: Proxy, read: "Callable[[], Credentials]") -> None:
+def renew(proxy: Proxy, read: Callable[[], Credentials]) -> None:
     """Read credentials again, and use them unless one of them is bad; see `Proxy.renew`."""
     try:
         fields = proxy.renew(read)

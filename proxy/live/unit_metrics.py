@@ -13,7 +13,7 @@ groups there are. It prefers the endpoint that says least:
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
@@ -21,14 +21,12 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from balanceroute.proxy.core.lifecycle import LifecycleState
+from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.instances import Rank, Target
+from balanceroute.proxy.live.frontend.groups import Group, Groups
 from balanceroute.proxy.live.scheduling.scraped_loads import load_of
 from balanceroute.proxy.live.telemetry.metrics import MetricsPage
 from balanceroute.proxy.live.telemetry.registry import render
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
-    from balanceroute.proxy.live.frontend.groups import Group, Groups
 
 KEPT_S = 0.05
 """Pickers ask that often; no page is made more often."""
@@ -56,10 +54,10 @@ class _Cache(NamedTuple):
 
 def page_of_unit(
     names: Mapping[str, str],
-    groups: "Groups",
+    groups: Groups,
     unix_s: Callable[[], float],
     *,
-    gauges: "Callable[[str], Mapping[Target, EngineGauges]]",
+    gauges: Callable[[str], Mapping[Target, EngineGauges]],
 ) -> Callable[[], bytes]:
     """Return what makes the page; the arguments are those of `UnitMetrics`."""
     unit = UnitMetrics(names, groups, gauges=gauges, unix_s=unix_s)
@@ -79,9 +77,9 @@ class UnitMetrics(Collector):
     def __init__(
         self,
         names: Mapping[str, str],
-        groups: "Groups",
+        groups: Groups,
         *,
-        gauges: "Callable[[str], Mapping[Target, EngineGauges]]",
+        gauges: Callable[[str], Mapping[Target, EngineGauges]],
         unix_s: Callable[[], float],
     ) -> None:
         self._names, self._groups = names, groups
@@ -187,14 +185,14 @@ class UnitMetrics(Collector):
         }
 
 
-def _counts(group: "Group") -> tuple[int, int]:
+def _counts(group: Group) -> tuple[int, int]:
     """Return the requests of a group that no engine has, and all of them."""
     scheduler, alone = group.intake.scheduler, group.pass_through
     waiting = scheduler.prefill_queue.waiting + len(scheduler.pool.entries) + alone.waiting
     return waiting, len(scheduler.requests) + alone.in_flight
 
 
-def _share(group: "Group", rank: Rank, told: "EngineGauges | None", tokens: int | None) -> float:
+def _share(group: Group, rank: Rank, told: EngineGauges | None, tokens: int | None) -> float:
     """Return how full a rank's KV cache is, 0 to 1; by its slots if nothing else is known."""
     load = None if told is None else load_of(rank, told)
     if load is not None:

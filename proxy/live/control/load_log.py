@@ -13,13 +13,10 @@ A sample is what a decision made at that instant would go by. Removed ranks are 
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.instances import Status
+from balanceroute.proxy.live.scheduling.driver import Driver
 from balanceroute.proxy.live.telemetry.process_log import json_line
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.scheduling.driver import Driver
 
 
 class LoadLog:
@@ -32,7 +29,7 @@ class LoadLog:
 
     def __init__(
         self,
-        driver: "Driver",
+        driver: Driver,
         *,
         interval_s: float,
         unix_s: Callable[[], float],

@@ -2,13 +2,10 @@
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.instances import Role, Target
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
-
 
 _log = logging.getLogger(__name__)
 # All decisions begin anew with another limit, which an engine may tell at each scrape: between two of
@@ -45,7 +42,7 @@ class KvCapacity:
         self._settled_s = -_MORE_S
         self._new = self._less = False
 
-    def scraped(self, target: Target, gauges: "EngineGauges") -> None:
+    def scraped(self, target: Target, gauges: EngineGauges) -> None:
         """Take in what an engine says; see `settle`."""
         tokens, before = gauges.kv_tokens, self._told.get(target)
         if tokens is None or tokens == before:
@@ -117,7 +114,7 @@ class RankSlots:
         self._seen: dict[Target, _Seen] = {}
         self._told: set[Target] = set()
 
-    def scraped(self, target: Target, gauges: "EngineGauges") -> None:
+    def scraped(self, target: Target, gauges: EngineGauges) -> None:
         if target.role is not Role.DECODE or target in self._told:
             return
         full = gauges.waiting >= 1.0 and 0.0 < gauges.running < self._batch

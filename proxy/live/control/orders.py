@@ -2,16 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.settings.checks import event_address
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.wire.messages import Headers, HttpRequest
-
+from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 MAX_TEXT = 2048
 MAX_WAIT_S = 86_400.0
@@ -26,7 +22,7 @@ class OrderRefusal(Exception):  # noqa: N818
         message: str,
         *,
         param: str | None = None,
-        headers: "Headers | None" = None,
+        headers: Headers | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -36,7 +32,7 @@ class OrderRefusal(Exception):  # noqa: N818
 
 
 def read_order(
-    request: "HttpRequest",
+    request: HttpRequest,
     *,
     required: set[str],
     optional: frozenset[str] | set[str] | None = frozenset(),

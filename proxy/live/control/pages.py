@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
@@ -22,14 +21,11 @@ from balanceroute.proxy.live.control.orders import (
     UnknownInstanceError,
     read_order,
 )
+from balanceroute.proxy.live.control.pausing import Pausing
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.routes import FANNED_OUT
 from balanceroute.proxy.live.security import Secret
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Reply
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.control.pausing import Pausing
-
 
 # The state every 0.8 s, as server-sent events, to whoever looks at the page.
 #
@@ -205,9 +201,9 @@ class PausePages:
 
     def __init__(
         self,
-        pausing: "Pausing",
+        pausing: Pausing,
         tasks: set[asyncio.Task[None]],
-        check_places: "Callable[[], None]",
+        check_places: Callable[[], None],
     ) -> None:
         self._pausing = pausing
         self._check_places = check_places
@@ -293,7 +289,7 @@ class PausePages:
         self._begin(request, reply, self._pausing.fan_out(path, body, limit_s=limit_s))
 
     def _begin(
-        self, request: HttpRequest, reply: Reply, work: "Awaitable[dict[str, object]]"
+        self, request: HttpRequest, reply: Reply, work: Awaitable[dict[str, object]]
     ) -> None:
         async def carry_out() -> None:
             with answering(reply):

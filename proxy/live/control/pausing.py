@@ -20,23 +20,21 @@ Paused it stays, also for a process that takes over, and for groups that are add
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlencode
 
 import msgspec
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.live.control.orders import ConflictError
 from balanceroute.proxy.live.control.roster import Roster, note_sleep
 from balanceroute.proxy.live.engines.engine_url import Fetcher, FetchError
+from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.openai.body import is_deep
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.core.events import RequestId
-    from balanceroute.proxy.live.engines.instances import Target
-    from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.live.scheduling.driver import Driver
+from balanceroute.proxy.live.request.session import Session
+from balanceroute.proxy.live.scheduling.driver import Driver
 
 MODES = ("abort", "wait")
 LEVELS = (0, 1, 2)
@@ -59,9 +57,9 @@ _ON_NO_ENGINE = frozenset({LifecycleState.QUEUED, LifecycleState.POOLED})
 class Site(Protocol):
     """The engines of one model, and who decides about them."""
 
-    driver: "Driver"
-    roster: "Roster"
-    fetcher: "Fetcher"
+    driver: Driver
+    roster: Roster
+    fetcher: Fetcher
 
     def ordered(self) -> None:
         """Keep what was ordered."""
@@ -244,8 +242,8 @@ class Pausing:
 
 
 async def _post(
-    fetcher: "Fetcher",
-    target: "Target",
+    fetcher: Fetcher,
+    target: Target,
     path: str,
     timeout_s: float | None,
     body: bytes | None,
@@ -274,7 +272,7 @@ def _succeeded(said: object) -> bool:
     return not isinstance(said, dict) or said.get("success") is not False
 
 
-async def _sleeps(fetcher: "Fetcher", url: str) -> bool:
+async def _sleeps(fetcher: Fetcher, url: str) -> bool:
     """Return whether an engine says that it sleeps; one that does not know how to is awake."""
     try:
         said = _read(await fetcher.body(f"{url}/is_sleeping", max_bytes=_PAGE_BYTES))
@@ -291,11 +289,11 @@ def _check(mode: str) -> None:
         raise ConfigError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
 
 
-def _lives(driver: "Driver", number: "RequestId", one: "Session") -> bool:
+def _lives(driver: Driver, number: RequestId, one: Session) -> bool:
     return driver.sessions.get(number) is one
 
 
-def _end(driver: "Driver", number: "RequestId") -> None:
+def _end(driver: Driver, number: RequestId) -> None:
     session = driver.sessions.get(number)
     if session is not None:
         driver.isolation.run_for(session, "abort", session.give_up, ABORTED)

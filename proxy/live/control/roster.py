@@ -6,16 +6,18 @@ itself cannot disagree.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import PrefillerId, RankId
 from balanceroute.proxy.live.control.memory import KvCapacity, RankSlots
 from balanceroute.proxy.live.control.orders import ConflictError, UnknownInstanceError
+from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.engine_url import EngineUrl, Fault, FetchError
+from balanceroute.proxy.live.engines.health import Health
 from balanceroute.proxy.live.engines.instances import (
     Instances,
     Prefiller,
@@ -24,6 +26,9 @@ from balanceroute.proxy.live.engines.instances import (
     Status,
     Target,
 )
+from balanceroute.proxy.live.engines.pairing import Pairing
+from balanceroute.proxy.live.engines.scrape import Scraper
+from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling.driver import Driver, in_flight, sessions_on
 from balanceroute.proxy.live.settings.engines import (
     DecodeServer,
@@ -31,19 +36,9 @@ from balanceroute.proxy.live.settings.engines import (
     check_ranks,
     prefill_server,
 )
+from balanceroute.proxy.live.telemetry.component_metrics import EngineMetrics
+from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.topologies import MAX_RANKS
-
-if TYPE_CHECKING:
-    from collections import Counter
-
-    from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
-    from balanceroute.proxy.live.engines.health import Health
-    from balanceroute.proxy.live.engines.pairing import Pairing
-    from balanceroute.proxy.live.engines.scrape import Scraper
-    from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.live.telemetry.component_metrics import EngineMetrics
-    from balanceroute.proxy.wire.http1.client import Endpoint
-
 
 # A process that takes over has its engines by then.
 _TAKEN_OVER_S = 1.0
@@ -127,7 +122,7 @@ def _name(role: Role) -> str:
 _DISCOVERY_S = 1.0
 
 
-async def await_decoder(roster: "Roster", server: "DecodeServer") -> None:
+async def await_decoder(roster: "Roster", server: DecodeServer) -> None:
     """Ask a decode server for its ranks until it tells them, then add them."""
     while True:
         await asyncio.sleep(_DISCOVERY_S)
@@ -195,12 +190,12 @@ class Roster:
         instances: Instances,
         *,
         connector: str,
-        connect: "Callable[[EngineUrl], Endpoint]",
+        connect: Callable[[EngineUrl], Endpoint],
         discover: Callable[[EngineUrl], Awaitable[int]],
         memory: KvCapacity,
         slots: RankSlots,
         utilisation_limit: float,
-        pairing: "Pairing",
+        pairing: Pairing,
         unix_s: Callable[[], float],
         left: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -240,10 +235,10 @@ class Roster:
 
     def attach(
         self,
-        driver: "Driver",
-        health: "Health",
-        scraper: "Scraper",
-        metrics: "EngineMetrics",
+        driver: Driver,
+        health: Health,
+        scraper: Scraper,
+        metrics: EngineMetrics,
         *,
         reconfigure: Callable[[], None],
         ordered: Callable[[], None],
@@ -372,7 +367,7 @@ class Roster:
         await asyncio.gather(self.pairing.ask([target]), self._health.probe_new())
         self._readiness.log()
 
-    def add_all(self, additions: Sequence[Addition]) -> "list[ConfigError | ConflictError | None]":
+    def add_all(self, additions: Sequence[Addition]) -> list[ConfigError | ConflictError | None]:
         """Add instances, or take draining ones back, all of them as one change.
 
         Returns:
@@ -499,7 +494,7 @@ class Roster:
             self._removal = asyncio.get_running_loop().create_task(_remove_idle(self))
             self._removal.add_done_callback(self._removed)
 
-    def _removed(self, task: "asyncio.Task[None]") -> None:
+    def _removed(self, task: asyncio.Task[None]) -> None:
         self._removal = None
         if not task.cancelled():
             self.go_on_removing(())  # One may have come since.
@@ -525,10 +520,10 @@ class Roster:
             self.endpoints.pop(target.url).close()
             self._left(target.url)
 
-    def sessions_on(self, target: Target) -> "list[Session]":
+    def sessions_on(self, target: Target) -> list[Session]:
         return sessions_on(self._driver.sessions, target)
 
-    def in_flight(self) -> "Counter[Target]":
+    def in_flight(self) -> Counter[Target]:
         """Return how many requests are in flight on each instance that has some."""
         return in_flight(self._driver.sessions)
 
@@ -573,7 +568,7 @@ class Roster:
                     instance.crowded = crowded
                     self._driver.reopen([instance])
 
-    def scraped(self, target: Target, gauges: "EngineGauges") -> None:
+    def scraped(self, target: Target, gauges: EngineGauges) -> None:
         """Take what an engine says of its memory, its slots and its sleep."""
         if note_sleep(self.instances, target, asleep=gauges.asleep):
             self._changed_itself(target)
@@ -636,7 +631,7 @@ class Roster:
             self._scraper.add(target)
             self._metrics.added(target)
 
-    def _endpoint(self, url: EngineUrl) -> "Endpoint":
+    def _endpoint(self, url: EngineUrl) -> Endpoint:
         endpoint = self.endpoints.get(url.base)
         if endpoint is None:
             endpoint = self.endpoints[url.base] = self._connect(url.at(None))

@@ -12,8 +12,13 @@ from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import skill_share
 from balanceroute.proxy.core.resources import lease_used
 from balanceroute.proxy.core.subset import imbalance_tokens
+from balanceroute.proxy.live.control.roster import Roster
+from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE, Quarantine
 from balanceroute.proxy.live.engines.instances import Rank, Status, Target
+from balanceroute.proxy.live.scheduling.driver import Driver
+from balanceroute.proxy.live.telemetry.metrics import Metrics
+from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.live.telemetry.registry import Histogram
 from balanceroute.proxy.live.telemetry.request_log import fields_of
 from balanceroute.proxy.live.telemetry.request_metrics import Counts
@@ -22,36 +27,32 @@ from balanceroute.proxy.live.telemetry.snapshot import (
     EngineState,
     Held,
     LimitsState,
+    PredictorScores,
     PrefillerState,
     RankState,
     RequestState,
     Snapshot,
+    TenantState,
 )
+from balanceroute.proxy.wire.http1.pump import Pump
+from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.control.roster import Roster
-    from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
-    from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.settings.aliases import AliasConfig
-    from balanceroute.proxy.live.telemetry.metrics import Metrics
-    from balanceroute.proxy.live.telemetry.record import RequestRecord
-    from balanceroute.proxy.live.telemetry.snapshot import PredictorScores, TenantState
-    from balanceroute.proxy.wire.http1.pump import Pump
-    from balanceroute.proxy.wire.http1.server import Server
 
 
 def take_snapshot(
-    driver: "Driver",
+    driver: Driver,
     *,
     group: str,
     policy: str,
     predictor: str,
-    predictors: "list[PredictorScores]",
+    predictors: list[PredictorScores],
     rows_judged: int,
     held: Held,
-    quarantines: "Mapping[Target, Quarantine]",
-    tenants: "list[TenantState]",
-    gauges: "Mapping[Target, EngineGauges]",
+    quarantines: Mapping[Target, Quarantine],
+    tenants: list[TenantState],
+    gauges: Mapping[Target, EngineGauges],
     limits: LimitsState,
     requests: bool,
 ) -> Snapshot:
@@ -97,7 +98,7 @@ def take_snapshot(
     )
 
 
-def held_by(server: "Server", engine_connections: int, pump: "Pump | None") -> Held:
+def held_by(server: Server, engine_connections: int, pump: Pump | None) -> Held:
     """Return what a public listener holds, and what the native library has done for it."""
     return Held(
         client_connections=server.connections,
@@ -114,7 +115,7 @@ def held_by(server: "Server", engine_connections: int, pump: "Pump | None") -> H
 
 
 def instance_rows(
-    roster: "Roster", quarantines: "Mapping[Target, Quarantine]"
+    roster: Roster, quarantines: Mapping[Target, Quarantine]
 ) -> list[dict[str, object]]:
     """Return one row per instance, with its last quarantine and the requests in flight on it.
 
@@ -144,12 +145,12 @@ def instance_rows(
     return rows
 
 
-def ended_rows(ended: "list[RequestRecord]") -> list[dict[str, object]]:
+def ended_rows(ended: list[RequestRecord]) -> list[dict[str, object]]:
     """Return a row per request that ended, as the request log has it, and its state."""
     return [fields_of(record, record.ended_ns) | {"state": "ended"} for record in ended]
 
 
-def request_rows(driver: "Driver", request_id: str) -> list[dict[str, object]]:
+def request_rows(driver: Driver, request_id: str) -> list[dict[str, object]]:
     """Return a row per live request with an id, as the request log has it, and its state."""
     now_ns, scheduler = round(driver.context.clock() * 1e9), driver.scheduler
     rows = []
@@ -162,7 +163,7 @@ def request_rows(driver: "Driver", request_id: str) -> list[dict[str, object]]:
 
 
 def _ranks(
-    driver: "Driver", quarantines: "Mapping[Target, Quarantine]", at_barrier: Sequence[RankId]
+    driver: Driver, quarantines: Mapping[Target, Quarantine], at_barrier: Sequence[RankId]
 ) -> list[RankState]:
     scheduler = driver.scheduler
     ledger, free_slots = scheduler.ledger, scheduler.free_slots()
@@ -192,9 +193,7 @@ def _ranks(
     ]
 
 
-def _prefillers(
-    driver: "Driver", quarantines: "Mapping[Target, Quarantine]"
-) -> list[PrefillerState]:
+def _prefillers(driver: Driver, quarantines: Mapping[Target, Quarantine]) -> list[PrefillerState]:
     budgets, blocks = driver.scheduler.prefillers, driver.instances.engine_blocks
     return [
         PrefillerState(
@@ -214,14 +213,14 @@ def _prefillers(
     ]
 
 
-def _engines(gauges: "Mapping[Target, EngineGauges]") -> list[EngineState]:
+def _engines(gauges: Mapping[Target, EngineGauges]) -> list[EngineState]:
     return [
         EngineState(target.role.value, target.url, one.waiting, one.running, one.kv_cache_usage)
         for target, one in gauges.items()
     ]
 
 
-def _requests(driver: "Driver", now_s: float) -> list[RequestState]:
+def _requests(driver: Driver, now_s: float) -> list[RequestState]:
     rows = []
     for number, session in driver.sessions.items():
         if number not in driver.scheduler.requests:
@@ -242,7 +241,7 @@ def _requests(driver: "Driver", now_s: float) -> list[RequestState]:
     return rows
 
 
-def _budget(driver: "Driver") -> BudgetState | None:
+def _budget(driver: Driver) -> BudgetState | None:
     scheduler = driver.scheduler
     budget = scheduler.intake.budget
     if budget is None:
@@ -258,7 +257,7 @@ def _budget(driver: "Driver") -> BudgetState | None:
     )
 
 
-def _oldest_pooled_s(driver: "Driver", now_s: float) -> float:
+def _oldest_pooled_s(driver: Driver, now_s: float) -> float:
     oldest = driver.scheduler.pool.first(1)
     if not oldest:
         return 0.0
@@ -276,8 +275,8 @@ MAX_SHOWN_TENANTS = 64
 
 def view_of_all(
     states: Mapping[str, Snapshot],
-    metrics: "Metrics",
-    drivers: "Mapping[str, Driver]",
+    metrics: Metrics,
+    drivers: Mapping[str, Driver],
     aliases: "Sequence[AliasConfig]",
     *,
     forbidden: str,
@@ -411,7 +410,7 @@ def _why(one: RankState | PrefillerState) -> str:
 
 
 def view_of_tenants(
-    tenants: "Sequence[TenantState]", counts: Mapping[str, Counts]
+    tenants: Sequence[TenantState], counts: Mapping[str, Counts]
 ) -> dict[str, object]:
     """Return the view of the tenants that have most in flight, in the order of their file, and how many there are."""
     places = heapq.nlargest(

@@ -2,29 +2,24 @@
 
 import asyncio
 import logging
+import random
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.control.order_store import OrderedState
+from balanceroute.proxy.live.control.roster import Roster
 from balanceroute.proxy.live.discovery.kubernetes import ACCOUNT, ApiClient, KubernetesSlices
 from balanceroute.proxy.live.discovery.reconciler import DiscoverySource, Found, Reconciler, View
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.security import engine_context
 from balanceroute.proxy.live.settings.checks import event_address
+from balanceroute.proxy.live.settings.declared import DiscoverySettings, EngineSource
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.topologies import TopologyError
 from balanceroute.topologies.topology import MAX_FILE_BYTES, read_engine_list
-
-if TYPE_CHECKING:
-    import random
-
-    from balanceroute.proxy.live.control.order_store import OrderedState
-    from balanceroute.proxy.live.control.roster import Roster
-    from balanceroute.proxy.live.settings.declared import DiscoverySettings, EngineSource
-
 
 # Engines behind one name, as a headless Service of Kubernetes has: one for each address.
 
@@ -59,7 +54,7 @@ class DnsName:
         self._resolve = resolve or _addresses
         self._failing = False
 
-    async def run(self, tell: "Callable[[View], None]") -> None:
+    async def run(self, tell: Callable[[View], None]) -> None:
         """Tell the engines after each look-up."""
         while True:
             try:
@@ -74,7 +69,7 @@ class DnsName:
                 tell(self._view(addresses))
             await asyncio.sleep(self._interval_s)
 
-    def _view(self, addresses: list[str]) -> "View":
+    def _view(self, addresses: list[str]) -> View:
         # An engine with addresses of both families must not count twice.
         addresses = [one for one in addresses if ":" not in one] or addresses
         targets = [
@@ -105,7 +100,7 @@ class WatchedFile:
         self._unheard = not hears  # Until it is logged.
         self._last: tuple[bytes, View] = b"", {}  # What was read, and what it told.
 
-    async def run(self, tell: "Callable[[View], None]") -> None:
+    async def run(self, tell: Callable[[View], None]) -> None:
         """Tell the engines of the file after each reading."""
         while True:
             try:
@@ -118,7 +113,7 @@ class WatchedFile:
                 tell(view)
             await asyncio.sleep(self._interval_s)
 
-    def _read(self) -> "View":
+    def _read(self) -> View:
         """Return the engines; the same object while the file has the same bytes."""
         with self._path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -133,7 +128,7 @@ class WatchedFile:
             _log.warning("the file of engines cannot be read", extra={"fields": fields})
         self._reason = reason
 
-    def _log_unheard(self, view: "View") -> None:
+    def _log_unheard(self, view: View) -> None:
         if self._unheard and any(found.kv_events for found in view.values()):
             self._unheard = False
             needed = "needs --prefill-choice prefix-aware and --kv-events-port"
@@ -143,7 +138,7 @@ class WatchedFile:
             )
 
 
-def read_view(path: Path) -> "View":
+def read_view(path: Path) -> View:
     """Return the engines of a file.
 
     Raises:
@@ -191,12 +186,12 @@ def _target(path: Path, role: Role, word: str) -> Target:
 
 
 def make_reconciler(
-    settings: "DiscoverySettings",
-    roster: "Roster",
-    ordered: "OrderedState",
+    settings: DiscoverySettings,
+    roster: Roster,
+    ordered: OrderedState,
     *,
-    rng: "random.Random",
-    ask: "Callable[[Found], Awaitable[int | None]]",
+    rng: random.Random,
+    ask: Callable[[Found], Awaitable[int | None]],
 ) -> Reconciler:
     present = roster.targets()
     return Reconciler(
@@ -212,14 +207,14 @@ def make_reconciler(
 
 
 def make_sources(
-    settings: "DiscoverySettings", rng: "random.Random", *, hears: bool
-) -> "list[DiscoverySource]":
+    settings: DiscoverySettings, rng: random.Random, *, hears: bool
+) -> list[DiscoverySource]:
     return [_make(one, settings, rng, hears=hears) for one in settings.discover]
 
 
 def _make(
-    source: "EngineSource", settings: "DiscoverySettings", rng: "random.Random", *, hears: bool
-) -> "DiscoverySource":
+    source: EngineSource, settings: DiscoverySettings, rng: random.Random, *, hears: bool
+) -> DiscoverySource:
     if source.kind == "file":
         interval_s = settings.discover_interval_s
         return WatchedFile(Path(source.place), interval_s=interval_s, hears=hears)
@@ -233,7 +228,7 @@ def _make(
     )
 
 
-def api_client(settings: "DiscoverySettings") -> ApiClient:
+def api_client(settings: DiscoverySettings) -> ApiClient:
     """Return who asks the API server of Kubernetes, as the settings say."""
     account = settings.kubernetes_account or ACCOUNT
 

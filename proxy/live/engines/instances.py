@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId, RequestId
+from balanceroute.proxy.live.connectors import BootstrapIdentity
 from balanceroute.proxy.live.engines.engine_url import Fault
+from balanceroute.proxy.wire.http1.client import Endpoint
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
-    from balanceroute.proxy.live.connectors import BootstrapIdentity
-    from balanceroute.proxy.wire.http1.client import Endpoint
 
 
 # Whether the token that a prefiller says is the first of the answer.
@@ -132,11 +132,11 @@ class Prefiller:
     id: PrefillerId  # Its place in the scheduler.
     name: str
     target: Target  # What health checks watch.
-    endpoint: "Endpoint"
+    endpoint: Endpoint
     # URL of its bootstrap server, for connectors that have one. Its KV caches cannot be used before
     # that has answered, so until then it takes no prefills.
     bootstrap: str | None = None
-    identity: "BootstrapIdentity | None" = None  # The answer of the bootstrap server.
+    identity: BootstrapIdentity | None = None  # The answer of the bootstrap server.
     status: Status = Status.UP
     # KV-cache use it reports, 0 to 1; 1 if the report is missing or stale.
     utilisation: float = 0.0
@@ -192,7 +192,7 @@ class Rank:
     id: RankId  # Its place in the scheduler.
     name: str  # URL, with "@rank" behind it if several ranks share it.
     target: Target  # What health checks watch: its server.
-    endpoint: "Endpoint"
+    endpoint: Endpoint
     # Value of X-data-parallel-rank, or None if the rank has a URL of its own.
     header: bytes | None = None
     status: Status = Status.UP
@@ -273,7 +273,7 @@ class Instances:
         self._ranks_of: dict[Target, list[Rank]] = {}
         self._found = [0, 0]
 
-    def of(self, target: Target) -> "list[Prefiller] | list[Rank]":
+    def of(self, target: Target) -> list[Prefiller] | list[Rank]:
         """Return what runs on an instance that health checks watch, or ran there."""
         if target.role is Role.PREFILL:
             for prefiller in self.prefillers[self._found[0] :]:
@@ -289,7 +289,7 @@ class Instances:
         return any(one.status is not Status.REMOVED for one in self.of(target))
 
     def bring_back(
-        self, target: Target, names: Sequence[str], endpoint: "Endpoint", *, asked: bool
+        self, target: Target, names: Sequence[str], endpoint: Endpoint, *, asked: bool
     ) -> bool:
         """Have what was removed at an address begin anew there; return whether it is the same.
 
@@ -400,7 +400,7 @@ class DpGroups:
         size: Ranks of a group; None for what their pages tell.
     """
 
-    def __init__(self, instances: "Instances", size: int | None) -> None:
+    def __init__(self, instances: Instances, size: int | None) -> None:
         self._instances = instances
         self._size = size
         self._places: list[int] = []  # With a size, the group of each rank.
@@ -408,7 +408,7 @@ class DpGroups:
         self._numbers: dict[Target, frozenset[str]] = {}
         self._learned: dict[RankId, int] = {}  # The first rank of the group of each.
 
-    def told(self, target: "Target", numbers: frozenset[str]) -> None:
+    def told(self, target: Target, numbers: frozenset[str]) -> None:
         """Take in which ranks a decode server says it has, by their numbers in its group."""
         if self._size is None and self._numbers.get(target) != numbers:
             self._numbers[target] = numbers
@@ -430,7 +430,7 @@ class DpGroups:
         there = Counter(place for one, place in before if one.status is not Status.REMOVED)
         return next(place for place in count() if there[place] < size)
 
-    def mates(self, target: "Target") -> list[Rank]:
+    def mates(self, target: Target) -> list[Rank]:
         """Return the ranks that end with those of a server, as they are in their group."""
         own = {self.of(one) for one in self._instances.of(target) if isinstance(one, Rank)} - {None}
         return [
@@ -486,7 +486,7 @@ class DpGroups:
             fields = {"groups": len(set(learned.values())), "ranks": len(learned)}
             _log.info("data-parallel groups of decode ranks", extra={"fields": fields})
 
-    def _size_of(self, group: "list[Target]") -> int | None:
+    def _size_of(self, group: list[Target]) -> int | None:
         """Return how many ranks a group has; None if their numbers are not all of 0 to n-1."""
         numbers = set(chain.from_iterable(self._numbers[target] for target in group))
         return len(numbers) if numbers == set(map(str, range(len(numbers)))) else None
@@ -527,9 +527,9 @@ class KvTransfers:
         self,
         enough: int,
         *,
-        pulling: "Callable[[], Pairs]",
-        convict: "Callable[[Target, str, bool], bool]",
-        is_on_trial: "Callable[[Target], bool]",
+        pulling: Callable[[], Pairs],
+        convict: Callable[[Target, str, bool], bool],
+        is_on_trial: Callable[[Target], bool],
         count: Callable[[str, str, str], None],
         passed: Callable[[], None],
     ) -> None:
@@ -542,7 +542,7 @@ class KvTransfers:
         # By instance: the requests that failed since its last success, and with whom, in order.
         self._failures: dict[Target, dict[tuple[RequestId, Target], None]] = {}
 
-    def succeeded(self, prefiller: "Prefiller", rank: "Rank") -> None:
+    def succeeded(self, prefiller: Prefiller, rank: Rank) -> None:
         if self._failures:
             self._failures.pop(prefiller.target, None)
             self._failures.pop(rank.target, None)
@@ -552,9 +552,9 @@ class KvTransfers:
 
     def failed(
         self,
-        request: "RequestId",
-        prefiller: "Prefiller",
-        rank: "Rank",
+        request: RequestId,
+        prefiller: Prefiller,
+        rank: Rank,
         fault: Fault,
         reason: str,
     ) -> None:
@@ -577,13 +577,13 @@ class KvTransfers:
             self._convict(rank.target, why, on_trial)
             self._failures.pop(prefiller.target, None)
 
-    def _note(self, target: "Target", request: "RequestId", other: "Target") -> None:
+    def _note(self, target: Target, request: RequestId, other: Target) -> None:
         failures = self._failures.setdefault(target, {})
         failures[request, other] = None
         if len(failures) > _KEPT:
             del failures[next(iter(failures))]
 
-    def _outweighs(self, one: "Target", other: "Target") -> bool:
+    def _outweighs(self, one: Target, other: Target) -> bool:
         """Return whether an instance is at fault rather than the other of its pair."""
         weight, others_weight = self._weight(one), self._weight(other)
         if weight[1] < self._enough:
@@ -592,12 +592,12 @@ class KvTransfers:
             return self._gets_on(other, other_than=one)
         return weight > others_weight
 
-    def _weight(self, target: "Target") -> tuple[int, int]:
+    def _weight(self, target: Target) -> tuple[int, int]:
         """Return with how many others an instance failed, and how many requests."""
         failures = self._failures[target]
         return len({other for _, other in failures}), len({request for request, _ in failures})
 
-    def _gets_on(self, target: "Target", *, other_than: "Target") -> bool:
+    def _gets_on(self, target: Target, *, other_than: Target) -> bool:
         """Return whether pulls between an instance and others go on, though none has ended yet."""
         return any(
             target in (prefiller.target, rank.target)

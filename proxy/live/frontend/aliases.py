@@ -8,20 +8,19 @@ from copy import copy
 from math import inf
 from typing import TYPE_CHECKING, cast
 
-from balanceroute.proxy.live.frontend.groups import MODEL_HEADER
+from balanceroute.proxy.live.frontend.groups import MODEL_HEADER, Asking, Group, Groups
+from balanceroute.proxy.live.openai.shape import Shape
+from balanceroute.proxy.live.request.shared import SessionContext
+from balanceroute.proxy.live.security import Tenant
+from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.model_choice import ArrivalRate, GroupOutlook
+from balanceroute.proxy.wire.http1.server import Reply
+from balanceroute.proxy.wire.messages import Headers, Late
 
 if TYPE_CHECKING:
     import asyncio
 
-    from balanceroute.proxy.live.frontend.groups import Asking, Group, Groups
-    from balanceroute.proxy.live.openai.shape import Shape
-    from balanceroute.proxy.live.request.shared import SessionContext
-    from balanceroute.proxy.live.security import Tenant
     from balanceroute.proxy.live.settings.aliases import AliasConfig
-    from balanceroute.proxy.live.telemetry.record import RequestRecord
-    from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers, Late
 
 _TASK = b"x-task"
 _MOST_SHOWN = 64
@@ -38,7 +37,7 @@ class Alias:
         clock: The loop's time, in seconds.
     """
 
-    def __init__(self, config: "AliasConfig", groups: "Groups", clock: Callable[[], float]) -> None:
+    def __init__(self, config: "AliasConfig", groups: Groups, clock: Callable[[], float]) -> None:
         self.config = config
         self._groups = groups
         self._clock = clock
@@ -47,7 +46,7 @@ class Alias:
         self._places = {task: place for place, task in enumerate(config.tasks)}
         self._by_path = dict(config.paths)
 
-    def answer(self, asking: "Asking", submit: "Callable[[Asking, Group], None]") -> None:
+    def answer(self, asking: Asking, submit: Callable[[Asking, Group], None]) -> None:
         """Give a request to one of its groups, or refuse it."""
         record = asking.record
         record.alias = self.config.name
@@ -67,7 +66,7 @@ class Alias:
         if not begun:
             asking.deny(503, f"no group of `{record.alias}` takes requests", retry_s=1)
 
-    def task(self, headers: "Headers", tenant: "Tenant", path: str) -> str:
+    def task(self, headers: Headers, tenant: Tenant, path: str) -> str:
         """Return what a request asks for: by its word, its tenant, its path, or by default.
 
         Raises:
@@ -86,7 +85,7 @@ class Alias:
             return tenant.task
         return self._by_path.get(path, self.config.default_task)
 
-    def choose(self, task: str, shape: "Shape") -> "Iterator[Group]":
+    def choose(self, task: str, shape: Shape) -> Iterator[Group]:
         """Yield the group that is to answer, and then who may in its place.
 
         Those of smaller models come first, as they have more room. A group that takes no requests when
@@ -107,7 +106,7 @@ class Alias:
             if group is not None and _takes(group):
                 yield group
 
-    def _outlook(self, group: "Group | None", shape: "Shape") -> GroupOutlook:
+    def _outlook(self, group: Group | None, shape: Shape) -> GroupOutlook:
         if group is None or not _takes(group):
             return GroupOutlook(inf, healthy=False)
         targets = self.config.targets
@@ -116,14 +115,14 @@ class Alias:
         return GroupOutlook(targets.share_used(*group.forecast(shape)))
 
 
-def _takes(group: "Group") -> bool:
+def _takes(group: Group) -> bool:
     """Return whether a group takes requests for its model now."""
     routes, model = group.routes, group.model
     return group.intake.ready and routes.refuse(model, routes.eligible(model)) is None
 
 
 def make_aliases(
-    configs: "Iterable[AliasConfig]", groups: "Groups", clock: Callable[[], float]
+    configs: "Iterable[AliasConfig]", groups: Groups, clock: Callable[[], float]
 ) -> Mapping[str, Alias]:
     return {one.name: Alias(one, groups, clock) for one in configs}
 
@@ -147,11 +146,11 @@ class FallBack:
 
     def __init__(
         self,
-        asking: "Asking",
-        groups: "Iterator[Group]",
+        asking: Asking,
+        groups: Iterator[Group],
         config: "AliasConfig",
-        submit: "Callable[[Asking, Group], None]",
-        context: "SessionContext",
+        submit: Callable[[Asking, Group], None],
+        context: SessionContext,
     ) -> None:
         self._asking = asking
         self._groups = groups
@@ -195,7 +194,7 @@ class FallBack:
         self._try(group)
         return True
 
-    def _try(self, group: "Group") -> None:
+    def _try(self, group: Group) -> None:
         asking = self._asking
         attempt = self._attempt = ModelAttempt(self, asking.reply, copy(asking.record))
         after_s = self._config.fall_back_after_s
@@ -214,7 +213,7 @@ class FallBack:
 class ModelAttempt:
     """What one group has for a client: see `Reply`."""
 
-    def __init__(self, chain: FallBack, inner: "Reply", record: "RequestRecord") -> None:
+    def __init__(self, chain: FallBack, inner: Reply, record: RequestRecord) -> None:
         self.inner = inner  # The client.
         self.record = record  # The attempt's own.
         self._chain = chain
@@ -249,11 +248,11 @@ class ModelAttempt:
         return not self._given_up and self.inner.paused
 
     @property
-    def more_headers(self) -> "Headers":
+    def more_headers(self) -> Headers:
         return self.inner.more_headers
 
     @more_headers.setter
-    def more_headers(self, headers: "Headers") -> None:
+    def more_headers(self, headers: Headers) -> None:
         if not self._given_up:
             self.inner.more_headers = headers
 
@@ -290,13 +289,13 @@ class ModelAttempt:
         if not self._given_up:
             self.inner.release_body()
 
-    def send(self, status: int, headers: "Headers", body: bytes) -> None:
+    def send(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer, unless another group is to give one."""
         if not self._given_up and not self._chain.failed(self, status):
             self._chain.over()
             self.inner.send(status, headers, body)
 
-    def start(self, status: int, headers: "Headers") -> None:
+    def start(self, status: int, headers: Headers) -> None:
         """Begin a stream, which is this group's to its end."""
         if not self._given_up:
             self._chain.over()
@@ -307,7 +306,7 @@ class ModelAttempt:
         """Whether the client has the head of a stream, though the answer may still be any group's."""
         return self.inner.commented
 
-    def comment(self, headers: "Headers", data: bytes, late: "Late") -> None:
+    def comment(self, headers: Headers, data: bytes, late: Late) -> None:
         """See `Reply`; another group may still answer."""
         if not self._given_up:
             if not self.inner.commented:  # Who answers is not said before it is known.

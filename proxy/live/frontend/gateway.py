@@ -19,6 +19,8 @@ from balanceroute.proxy.live.connectors import METASERVER_PATH
 from balanceroute.proxy.live.frontend.groups import (
     MODEL_HEADER,
     Asking,
+    Group,
+    Groups,
     deny_model,
     refuse_unlisted,
     unknown_alone,
@@ -80,18 +82,17 @@ from balanceroute.proxy.live.openai.shape import (
 from balanceroute.proxy.live.request.leg_settings import check_direct
 from balanceroute.proxy.live.scheduling.driver import Arrival
 from balanceroute.proxy.live.security import Secret, Tenant
+from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.telemetry.record import Log, RequestRecord, Tracer, read_parent
+from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
 from balanceroute.proxy.wire.http1.heads import RequestHead, encode_fields
+from balanceroute.proxy.wire.http1.pump import Pump
+from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.aliases import Alias
-    from balanceroute.proxy.live.frontend.groups import Group, Groups
-    from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
-    from balanceroute.proxy.wire.http1.pump import Pump
-    from balanceroute.proxy.wire.http1.server import Reply
 
 
 # The large bodies that are being read: a slice at a time, and all of them in turn.
@@ -123,12 +124,12 @@ class BodyQueue:
         pump: Has the native library; None to read in Python.
     """
 
-    def __init__(self, pump: "Pump | None" = None) -> None:
+    def __init__(self, pump: Pump | None = None) -> None:
         self._pump = pump
         self._queue: deque[tuple[_Reading, Reply, Done]] = deque()
         self._scheduled = False
 
-    def read(self, data: bytes, waiting: "Reply", done: Done, *, hashed: bool = False) -> None:
+    def read(self, data: bytes, waiting: Reply, done: Done, *, hashed: bool = False) -> None:
         """Read a body; call `done`, at once if it is small, and not if the client is gone."""
         if len(data) > SMALL_BYTES:
             reading = read_in_slices(data, hashed=hashed, pump=self._pump)
@@ -136,7 +137,7 @@ class BodyQueue:
         else:
             done(read_at_once(data))
 
-    def _read_on(self, reading: _Reading, waiting: "Reply", done: Done) -> None:
+    def _read_on(self, reading: _Reading, waiting: Reply, done: Done) -> None:
         result: RequestBody | BodyError
         try:
             next(reading)
@@ -175,10 +176,10 @@ _BAD = Rejection(400, "the hand-off must be a JSON object of moderate depth")
 class HandOffs:
     """Takes what decode ranks post."""
 
-    def __init__(self, groups: "Groups") -> None:
+    def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
-    def admit(self, head: "RequestHead") -> Rejection | None:
+    def admit(self, head: RequestHead) -> Rejection | None:
         """Return why a call is not taken, as far as its head tells."""
         if head.method != b"POST" or self._awaited(head.path) is None:
             return NOT_FOUND
@@ -188,7 +189,7 @@ class HandOffs:
             return Rejection(413, f"the hand-off is over {_MOST_BYTES} bytes")
         return None
 
-    def take(self, request: "HttpRequest", reply: "Reply") -> Rejection | None:
+    def take(self, request: HttpRequest, reply: Reply) -> Rejection | None:
         """Take a call that was admitted, and answer it; or return why it is refused."""
         awaited = self._awaited(request.path)
         if awaited is None:  # It was given up while the body came.
@@ -226,7 +227,7 @@ def is_of_models(path: bytes) -> bool:
 
 
 def model_page(
-    path: bytes, groups: "Groups", aliases: "Collection[str]", tenant: "Tenant"
+    path: bytes, groups: Groups, aliases: Collection[str], tenant: Tenant
 ) -> bytes | Rejection:
     """Return the list of the models that a tenant may use, or what it tells of one of them.
 
@@ -246,7 +247,7 @@ def model_page(
     return dump_escaped(model.card)
 
 
-def _card(alias: str) -> "Mapping[str, Any]":
+def _card(alias: str) -> Mapping[str, Any]:
     return {"id": alias, "object": "model", "created": 0, "owned_by": "balanceroute"}
 
 
@@ -262,15 +263,15 @@ class Gateway:
 
     def __init__(
         self,
-        groups: "Groups",
+        groups: Groups,
         *,
-        metrics: "RequestMetrics",
+        metrics: RequestMetrics,
         page_of_metrics: Callable[[], bytes],
-        log: "Log",
-        config: "ProxyConfig",
+        log: Log,
+        config: ProxyConfig,
         clients: Clients,
         unix_s: Callable[[], float],
-        tracer: "Tracer | None",
+        tracer: Tracer | None,
     ) -> None:
         self._groups = groups
         self._aliases: Mapping[str, Alias] = {}
@@ -308,7 +309,7 @@ class Gateway:
         self._engine_key = engine_key
         self._key_line = encode_fields(key_headers(engine_key))
 
-    def admit(self, head: "RequestHead", peer: str) -> Rejection | None:
+    def admit(self, head: RequestHead, peer: str) -> Rejection | None:
         """Return why a request is not served, as far as its head tells."""
         del peer
         known = self._known(head)
@@ -326,7 +327,7 @@ class Gateway:
             return Rejection(503, reason, ((b"retry-after", b"1"),))
         return self._groups.first.tenancy.refuse_early(tenant.name)
 
-    def __call__(self, request: "HttpRequest", reply: "Reply") -> None:
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
         known = self._known(request)
         route = known.route
         if route is None:
@@ -351,7 +352,7 @@ class Gateway:
         keys = given_keys(headers)
         return self._clients.has_keys and bool(keys) and self._clients.find(headers) is not None
 
-    def _known(self, head: "RequestHead | HttpRequest") -> KnownHead:
+    def _known(self, head: RequestHead | HttpRequest) -> KnownHead:
         """Return what follows from a head, by the keys that there are now."""
         known: KnownHead | None = head.learned.facts
         if known is None or known.clients is not self._clients:
@@ -359,7 +360,7 @@ class Gateway:
             known = head.learned.facts = know(head, self._clients, keep_key=keep_key)
         return known
 
-    def _for_picker(self, head: "RequestHead | HttpRequest", known: KnownHead) -> bool:
+    def _for_picker(self, head: RequestHead | HttpRequest, known: KnownHead) -> bool:
         """Return whether a request without a key is for what pickers read, which needs none."""
         return (
             self.page_of_unit is not None
@@ -373,8 +374,8 @@ class Gateway:
         known: KnownHead,
         route: Route,
         tenant: Tenant,
-        request: "HttpRequest",
-        reply: "Reply",
+        request: HttpRequest,
+        reply: Reply,
     ) -> None:
         rare = known.rare
         given_id, unkept_id = "", ""
@@ -408,8 +409,8 @@ class Gateway:
     def _pass_through(
         self,
         route: Route,
-        request: "HttpRequest",
-        reply: "Reply",
+        request: HttpRequest,
+        reply: Reply,
         record: RequestRecord,
         read: RequestBody | BodyError | None,
     ) -> None:
@@ -461,7 +462,7 @@ class Gateway:
         self.refusals.tell_allowances(reply, record)
         group.pass_through(request, reply, lines, record, among)
 
-    def _generate(self, request: "HttpRequest", reply: "Reply", record: RequestRecord) -> None:
+    def _generate(self, request: HttpRequest, reply: Reply, record: RequestRecord) -> None:
         api, body = _GENERATION[request.path], request.body
         if len(body) > SMALL_BYTES:
             # Not the request itself: it would keep the bytes of its body.
@@ -473,7 +474,7 @@ class Gateway:
     def _go_on(
         self,
         take: Callable[[RequestBody | BodyError], None],
-        reply: "Reply",
+        reply: Reply,
         record: RequestRecord,
         body: RequestBody | BodyError,
     ) -> None:
@@ -483,7 +484,7 @@ class Gateway:
         except Exception as error:
             self._crash(reply, record, error)
 
-    def _crash(self, reply: "Reply", record: RequestRecord, error: Exception) -> None:
+    def _crash(self, reply: Reply, record: RequestRecord, error: Exception) -> None:
         """End a request whose handling failed."""
         failures = self._groups.first.intake.isolation.failures
         failures.report("arrival", error, request_id=record.request_id)
@@ -495,8 +496,8 @@ class Gateway:
     def _take(
         self,
         api: Api,
-        request: "HttpRequest",
-        reply: "Reply",
+        request: HttpRequest,
+        reply: Reply,
         record: RequestRecord,
         body: RequestBody | BodyError,
     ) -> None:
@@ -514,13 +515,13 @@ class Gateway:
     def _submit_read(
         self,
         api: Api,
-        headers: "Headers",
-        reply: "Reply",
-        record: "RequestRecord",
+        headers: Headers,
+        reply: Reply,
+        record: RequestRecord,
         body: RequestBody | BodyError,
         *,
-        tenant: "Tenant",
-        known: "KnownHead",
+        tenant: Tenant,
+        known: KnownHead,
     ) -> None:
         if isinstance(body, BodyError):
             self.refusals.refuse(reply, record, 400, str(body), param=body.param)
@@ -552,7 +553,7 @@ class Gateway:
                 self._submit(asking, group)
         body.forget_values()
 
-    def _submit(self, asking: Asking, group: "Group") -> None:
+    def _submit(self, asking: Asking, group: Group) -> None:
         shape, headers, tenant, record = asking.shape, asking.headers, asking.tenant, asking.record
         record.group, rare = group.name, asking.known.rare
         eligible = group.routes.eligible(shape.model) if group.routes.differ else None
@@ -603,7 +604,7 @@ class Gateway:
         if record.alias:
             asking.reply.more_headers.append((MODEL_HEADER, shape.model.encode()))
 
-    def _shape(self, api: Api, body: RequestBody, record: "RequestRecord") -> Shape:
+    def _shape(self, api: Api, body: RequestBody, record: RequestRecord) -> Shape:
         """Return what a request asks for, and note it. Raises BodyError."""
         refuse_state(api, body)
         if api is GENERATE:
@@ -621,11 +622,11 @@ class Gateway:
         groups = self._groups
         return groups.several or groups.first.routes.differ or bool(tenant.models)
 
-    def _tenant_of(self, headers: "Headers") -> Tenant:
+    def _tenant_of(self, headers: Headers) -> Tenant:
         return self._clients.find(headers) or EVERYBODY
 
     def _lines(
-        self, known: KnownHead, headers: "Headers", request_id: str, kind: bytes = JSON_LINE
+        self, known: KnownHead, headers: Headers, request_id: str, kind: bytes = JSON_LINE
     ) -> bytes:
         """Return the header lines of every engine leg, written once for all of them."""
         lines = engine_lines(request_id, self._key_line, known.lines, kind=kind)
@@ -633,20 +634,20 @@ class Gateway:
             lines += encode_fields(trace_headers(headers))
         return lines
 
-    def _reject(self, request: "HttpRequest", reply: "Reply", rejection: Rejection) -> None:
+    def _reject(self, request: HttpRequest, reply: Reply, rejection: Rejection) -> None:
         headers, body = self.refusals.render(rejection, request, request.peer)
         reply.send(rejection.status, headers, body)
 
-    def _model_page(self, request: "HttpRequest") -> "bytes | Rejection":
+    def _model_page(self, request: HttpRequest) -> bytes | Rejection:
         tenant = self._tenant_of(request.headers)
         return model_page(request.path, self._groups, self._aliases, tenant)
 
-    def _metrics_for(self, request: "HttpRequest") -> bytes:
+    def _metrics_for(self, request: HttpRequest) -> bytes:
         unit = b"" if self.page_of_unit is None else self.page_of_unit()
         with_all = self._public_metrics and self._clients.find(request.headers) is not None
         return unit + self._page_of_metrics() if with_all else unit
 
-    def _answer_itself(self, request: "HttpRequest", reply: "Reply") -> None:
+    def _answer_itself(self, request: HttpRequest, reply: Reply) -> None:
         request_id = (b"x-request-id", self._groups.context.unique().encode())
         json_headers = [*JSON_HEADERS, request_id]
         if is_of_models(request.path):

@@ -7,11 +7,12 @@ the keys and the tenants' limits: each has a scheduler, a pool and a step clock 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from balanceroute.proxy.core.admission import Refusal
 from balanceroute.proxy.core.events import Eligible
 from balanceroute.proxy.live.engines.instances import (
     Instances,
@@ -22,23 +23,19 @@ from balanceroute.proxy.live.engines.instances import (
     Target,
 )
 from balanceroute.proxy.live.engines.model_list import ModelList, ServedModel
+from balanceroute.proxy.live.frontend.pass_through import PassThrough
+from balanceroute.proxy.live.frontend.refusals import Refusals, Tenancy
+from balanceroute.proxy.live.frontend.request_head import KnownHead
+from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.routes import Media, Route
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.core.admission import Refusal
-    from balanceroute.proxy.live.frontend.pass_through import PassThrough
-    from balanceroute.proxy.live.frontend.refusals import Refusals, Tenancy
-    from balanceroute.proxy.live.frontend.request_head import KnownHead
-    from balanceroute.proxy.live.openai.body import RequestBody
-    from balanceroute.proxy.live.openai.shape import Api, Shape
-    from balanceroute.proxy.live.openai.urgency import Urgency
-    from balanceroute.proxy.live.request.shared import SessionContext
-    from balanceroute.proxy.live.scheduling.driver import Driver
-    from balanceroute.proxy.live.security import Tenant
-    from balanceroute.proxy.live.telemetry.record import RequestRecord
-    from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers
-
+from balanceroute.proxy.live.openai.shape import Api, Shape
+from balanceroute.proxy.live.openai.urgency import Urgency
+from balanceroute.proxy.live.request.shared import SessionContext
+from balanceroute.proxy.live.scheduling.driver import Driver
+from balanceroute.proxy.live.security import Tenant
+from balanceroute.proxy.live.telemetry.record import RequestRecord
+from balanceroute.proxy.wire.http1.server import Reply
+from balanceroute.proxy.wire.messages import Headers
 
 MODEL_HEADER = b"x-balanceroute-model"
 """Names the model that answers a request of an alias."""
@@ -52,15 +49,15 @@ class Group:
     name: str  # Empty if it is the only one.
     # The names that it serves and no others; empty to leave that to its engines.
     models: tuple[str, ...]
-    intake: "Driver"  # Takes its requests.
-    served: "ModelList"  # The models of its engines.
+    intake: Driver  # Takes its requests.
+    served: ModelList  # The models of its engines.
     routes: "ModelRoutes"  # Which of its engines serve which model.
-    pass_through: "PassThrough"  # Serves requests that one of its engines answers alone.
-    tenancy: "Tenancy"  # The tenants' limits.
+    pass_through: PassThrough  # Serves requests that one of its engines answers alone.
+    tenancy: Tenancy  # The tenants' limits.
     key_is_tenant: bool = False  # Whether each API key is a tenant of its queue.
     # Returns what time per output token and to the first one a request would meet, in ms; None if
     # nobody asks.
-    forecast: "Callable[[Shape], tuple[float, float]] | None" = None
+    forecast: Callable[[Shape], tuple[float, float]] | None = None
 
     @property
     def model(self) -> str:
@@ -70,7 +67,7 @@ class Group:
     def serves(self, model: str) -> bool:
         return model in self.models if self.models else model in self.routes.names
 
-    def cards(self) -> "list[Mapping[str, Any]]":
+    def cards(self) -> list[Mapping[str, Any]]:
         """Return the entries of its models for a list."""
         cards = self.served.cards()
         # A sole group's list is what its engines say.
@@ -98,7 +95,7 @@ class Groups:
         return self._only is None
 
     @property
-    def context(self) -> "SessionContext":
+    def context(self) -> SessionContext:
         """The clock and the names of requests, which are the same in all groups."""
         return self.first.intake.context
 
@@ -154,7 +151,7 @@ def unknown_model(model: str) -> tuple[int, str]:
     return (404, f"The model `{model[:128]}` does not exist.") if model else NO_MODEL
 
 
-def unknown_alone(route: "Route", model: str, *, is_alias: bool) -> tuple[int, str]:
+def unknown_alone(route: Route, model: str, *, is_alias: bool) -> tuple[int, str]:
     """Return the same for a request that one engine is to answer."""
     if is_alias:
         return 400, f"`{model}` stands for several models: name one of them for this route"
@@ -279,16 +276,16 @@ class ModelRoutes:
 class Asking(Struct, eq=False):
     """One request that is to be generated."""
 
-    refusals: "Refusals"
-    tenant: "Tenant"
-    api: "Api"
-    shape: "Shape"
-    urgency: "Urgency"
-    known: "KnownHead"  # What follows from its head.
-    headers: "Headers"  # The client's.
-    body: "RequestBody"
-    reply: "Reply"
-    record: "RequestRecord"
+    refusals: Refusals
+    tenant: Tenant
+    api: Api
+    shape: Shape
+    urgency: Urgency
+    known: KnownHead  # What follows from its head.
+    headers: Headers  # The client's.
+    body: RequestBody
+    reply: Reply
+    record: RequestRecord
 
     def for_model(self, model: str) -> "Asking":
         """Have engines asked for another model than the client named; return itself."""
@@ -296,7 +293,7 @@ class Asking(Struct, eq=False):
         self.body.model = model
         return self
 
-    def attempt(self, model: str, reply: "Reply", record: "RequestRecord") -> "Asking":
+    def attempt(self, model: str, reply: Reply, record: RequestRecord) -> "Asking":
         """Return the same for engines that are asked for this model, with an answer of its own."""
         return replace(self, reply=reply, record=record).for_model(model)
 
@@ -305,7 +302,7 @@ class Asking(Struct, eq=False):
     ) -> None:
         self.refusals.refuse(self.reply, self.record, status, reason, param=param, retry_s=retry_s)
 
-    def limit(self, refusal: "Refusal") -> None:
+    def limit(self, refusal: Refusal) -> None:
         self.refusals.limit(self.reply, self.record, refusal)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Target
 from balanceroute.proxy.live.frontend.refusals import Tenancy
@@ -40,14 +41,12 @@ from balanceroute.proxy.live.request.shared import (
 )
 from balanceroute.proxy.live.scheduling.driver import Driver, RetryBudget
 from balanceroute.proxy.live.telemetry.record import Log, Outcome, RequestRecord, Step, Trace
+from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
+from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, WireError, WireFault
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.events import PrefillerId
-    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.client import Call
-    from balanceroute.proxy.wire.http1.server import Reply
-
 
 # One request that one engine answers, and the way of its answer back to the client.
 #
@@ -73,12 +72,12 @@ class SingleExchange:
     def __init__(
         self,
         owner: "PassThrough",
-        request: "HttpRequest",
-        reply: "Reply",
+        request: HttpRequest,
+        reply: Reply,
         headers: bytes,
-        record: "RequestRecord",
+        record: RequestRecord,
         *,
-        among: "frozenset[PrefillerId] | None" = None,
+        among: frozenset[PrefillerId] | None = None,
     ) -> None:
         self.record = record
         self.among = among  # The only prefillers that can serve it; None for all.
@@ -116,7 +115,7 @@ class SingleExchange:
         suspects = self._owner.suspects
         return bool(suspects.prompts) and suspects.refuses(self.fingerprint)
 
-    def send(self, prefiller: "Prefiller") -> None:
+    def send(self, prefiller: Prefiller) -> None:
         assert self._request is not None
         request = self._request
         if self._owner.suspects.prompts:
@@ -142,7 +141,7 @@ class SingleExchange:
             fresh=self._fresh,
         )
 
-    def _trace(self, trace: "Trace", engine: str) -> None:
+    def _trace(self, trace: Trace, engine: str) -> None:
         now_ns = round(self._progress_s * 1e9)
         if trace.steps:
             trace.steps[-1].fault = "failed"
@@ -177,7 +176,7 @@ class SingleExchange:
 
     # What the engine answers: ResponseHandler.
 
-    def on_head(self, status: int, headers: "Headers") -> None:
+    def on_head(self, status: int, headers: Headers) -> None:
         self._status = status
         self._answer_headers = headers
         kind = next((value for name, value in headers if name == b"content-type"), b"")
@@ -371,7 +370,7 @@ class SingleExchange:
         self._reply.on_closed = self._reply.on_pause = self._reply.on_resume = None
         self._owner.ended(self, outcome, reason)
 
-    def _own_headers(self, headers: "Headers") -> "Headers":
+    def _own_headers(self, headers: Headers) -> Headers:
         request_id = (b"x-request-id", self.record.request_id.encode())
         if self._prefiller is not None:
             engine = self._prefiller.endpoint.name
@@ -413,12 +412,12 @@ class PassThrough:
     def __init__(
         self,
         instances: Instances,
-        intake: "Driver",
+        intake: Driver,
         *,
         tenancy: Tenancy,
-        metrics: "RequestMetrics",
+        metrics: RequestMetrics,
         retried: Callable[[str, str], None],
-        log: "Log",
+        log: Log,
         limits: PassThroughLimits,
     ) -> None:
         self.clock = intake.context.clock
@@ -450,11 +449,11 @@ class PassThrough:
 
     def __call__(
         self,
-        request: "HttpRequest",
-        reply: "Reply",
+        request: HttpRequest,
+        reply: Reply,
         headers: bytes,
-        record: "RequestRecord",
-        among: "frozenset[PrefillerId] | None",
+        record: RequestRecord,
+        among: frozenset[PrefillerId] | None,
     ) -> None:
         """Answer one request that `Tenancy.refuse_alone` let in.
 
@@ -478,7 +477,7 @@ class PassThrough:
         else:
             self._waiting[exchange] = None
 
-    def lost(self, target: "Target") -> None:
+    def lost(self, target: Target) -> None:
         """Move what an engine that is quarantined has not begun to answer."""
         for exchange, prefiller in list(self._running.items()):
             if prefiller.target == target:
@@ -486,7 +485,7 @@ class PassThrough:
 
     # What an exchange does.
 
-    def again(self, exchange: SingleExchange, fault: "Fault") -> bool:
+    def again(self, exchange: SingleExchange, fault: Fault) -> bool:
         """Send a request that failed to another prefiller; return whether there is one for it."""
         failed = self._running[exchange]
         other = self._free(failed, exchange.among)
@@ -498,10 +497,10 @@ class PassThrough:
         self._start(exchange, other)
         return True
 
-    def failed(self, target: "Target", fault: "Fault", reason: str) -> None:
+    def failed(self, target: Target, fault: Fault, reason: str) -> None:
         self._intake.report(LegFailed(target, fault, reason))
 
-    def succeeded(self, target: "Target") -> None:
+    def succeeded(self, target: Target) -> None:
         self._intake.report(LegSucceeded(target))
 
     def crashed(self, exchange: SingleExchange, error: Exception) -> None:
@@ -552,8 +551,8 @@ class PassThrough:
                 busy.add(among)
 
     def _free(
-        self, other_than: "Prefiller | None", among: "frozenset[PrefillerId] | None"
-    ) -> "Prefiller | None":
+        self, other_than: Prefiller | None, among: frozenset[PrefillerId] | None
+    ) -> Prefiller | None:
         """Return the prefiller that works on the fewest; equal ones take turns."""
         free = [p for p in self._instances.up(among) if self._busy[p] < self._limits.per_prefiller]
         free = [p for p in free if p is not other_than] or free
@@ -563,7 +562,7 @@ class PassThrough:
         first = self._turn % len(free)
         return min(free[first:] + free[:first], key=self._busy.__getitem__)
 
-    def _start(self, exchange: SingleExchange, prefiller: "Prefiller") -> None:
+    def _start(self, exchange: SingleExchange, prefiller: Prefiller) -> None:
         self._running[exchange] = prefiller
         self._busy[prefiller] += 1
         exchange.send(prefiller)

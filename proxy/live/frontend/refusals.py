@@ -22,14 +22,14 @@ from balanceroute.proxy.live.openai.routes import exact_path
 from balanceroute.proxy.live.request.shared import REASON, SUSPECTED, SessionContext
 from balanceroute.proxy.live.security import Tenant
 from balanceroute.proxy.live.telemetry.record import Log, Outcome, RequestRecord, Tracer
+from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
 from balanceroute.proxy.live.telemetry.snapshot import TenantState
+from balanceroute.proxy.wire.http1.heads import RequestHead
+from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.admission.tenants import Tenants
-    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
-    from balanceroute.proxy.wire.http1.heads import RequestHead
-    from balanceroute.proxy.wire.http1.server import Reply
 
 
 BURST = 100
@@ -104,14 +104,14 @@ class Refusals:
 
     def __init__(
         self,
-        context: "SessionContext",
+        context: SessionContext,
         *,
-        metrics: "RequestMetrics",
-        log: "Log",
-        tenant_of: "Callable[[Headers], str]",
+        metrics: RequestMetrics,
+        log: Log,
+        tenant_of: Callable[[Headers], str],
         allowances: Callable[[str], Mapping[str, Allowance]],
         unix_s: Callable[[], float],
-        tracer: "Tracer | None" = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer
         self.log = RefusedLog(log.request_ended)
@@ -124,8 +124,8 @@ class Refusals:
     # On the head of a request, or by the HTTP server.
 
     def render(
-        self, rejection: "Rejection", head: "RequestHead | HttpRequest | None", peer: str
-    ) -> "tuple[Headers, bytes]":
+        self, rejection: Rejection, head: RequestHead | HttpRequest | None, peer: str
+    ) -> tuple[Headers, bytes]:
         """Note a refused request; return the headers and the body of its answer."""
         record = self._record(head, peer)
         message = rejection.message
@@ -148,7 +148,7 @@ class Refusals:
             ),
         )
 
-    def _record(self, head: "RequestHead | HttpRequest | None", peer: str) -> RequestRecord:
+    def _record(self, head: RequestHead | HttpRequest | None, peer: str) -> RequestRecord:
         now_ns = round(self._clock() * 1e9)
         request_id, unkept_id, endpoint, agent, tenant = "", "", "", "", ""
         if head is not None:
@@ -178,8 +178,8 @@ class Refusals:
 
     def refuse(
         self,
-        reply: "Reply",
-        record: "RequestRecord",
+        reply: Reply,
+        record: RequestRecord,
         status: int,
         message: str,
         *,
@@ -204,18 +204,18 @@ class Refusals:
         self._metrics.ended(record)
         self._served_log.request_ended(record)
 
-    def suspected(self, reply: "Reply", record: "RequestRecord") -> None:
+    def suspected(self, reply: Reply, record: RequestRecord) -> None:
         """Refuse a request whose prompt may be what kills engines."""
         record.refused_for = SUSPECTED
         self.refuse(reply, record, 502, REASON, for_good=True)
 
-    def limit(self, reply: "Reply", record: "RequestRecord", refusal: "Refusal") -> None:
+    def limit(self, reply: Reply, record: RequestRecord, refusal: Refusal) -> None:
         self.tell_allowances(reply, record)
         record.refused_for = refusal.cause
         retry_s = refusal.retry_after_s
         self.refuse(reply, record, refusal.status, refusal.reason, retry_s=retry_s)
 
-    def tell_allowances(self, reply: "Reply", record: "RequestRecord") -> None:
+    def tell_allowances(self, reply: Reply, record: RequestRecord) -> None:
         """Have the answer say what is left of a tenant's rates."""
         allowances = self._allowances(record.tenant)
         reply.more_headers = allowance_headers(allowances) if allowances else []
@@ -293,7 +293,7 @@ class Tenancy:
             return None
         return self._tenants.offer_alone(tenant, self._now_ns())
 
-    def ended_alone(self, record: "RequestRecord") -> None:
+    def ended_alone(self, record: RequestRecord) -> None:
         """Note the end of such a request that was accepted."""
         if self._tenants is not None:
             tokens = record.prompt_tokens + record.output_tokens

@@ -7,12 +7,14 @@ headers, proxies' own headers and cookies cannot pass by being forgotten.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b, sha256
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
+from balanceroute.proxy.core.admission import Allowance
+from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.routes import JSON, Media, Route, find
+from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.openai.urgency import (
     FIRST_TOKEN_DUE,
     Urgency,
@@ -23,12 +25,6 @@ from balanceroute.proxy.live.openai.urgency import (
 from balanceroute.proxy.live.security import Secret, Tenant, digest_of, matches_any
 from balanceroute.proxy.wire.http1.heads import RequestHead, encode_fields
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.core.admission import Allowance
-    from balanceroute.proxy.live.openai.body import RequestBody
-    from balanceroute.proxy.live.openai.shape import Api
-
 
 NOT_FOUND = Rejection(404, "Not Found")
 """Of what is not served."""
@@ -60,7 +56,7 @@ class BadHintError(Exception):
         return "X-Expected-Output-Tokens must be a number from 1 to 999999999, given once"
 
 
-def client_request_id(headers: "Headers") -> tuple[str, str]:
+def client_request_id(headers: Headers) -> tuple[str, str]:
     """Return the client's X-Request-Id, and, where that cannot be kept, what it gave instead.
 
     Either is empty if there is no such thing. What cannot be kept is for the log alone: something else
@@ -74,7 +70,7 @@ def client_request_id(headers: "Headers") -> tuple[str, str]:
     return "", b", ".join(given)[:_MOST_OF_AN_ID].decode("utf-8", "backslashreplace")
 
 
-def expected_output_tokens(headers: "Headers") -> int | None:
+def expected_output_tokens(headers: Headers) -> int | None:
     """Return the client's X-Expected-Output-Tokens, or None if it gave none.
 
     Raises:
@@ -88,7 +84,7 @@ def expected_output_tokens(headers: "Headers") -> int | None:
     return int(values[0])
 
 
-def given_keys(headers: "Headers") -> list[bytes]:
+def given_keys(headers: Headers) -> list[bytes]:
     """Return the keys that are given: as the bearer token, Anthropic's X-Api-Key and Azure's Api-Key.
 
     Each of them may be given once: else none of them is a key.
@@ -107,7 +103,7 @@ def _token(name: bytes, value: bytes) -> bytes:
     return token.strip() if scheme.lower() == b"bearer" else b""
 
 
-def api_key_id(headers: "Headers") -> str:
+def api_key_id(headers: Headers) -> str:
     """Return what names the given API key in logs: the first 8 hexadecimal digits of its SHA-256.
 
     That is short enough to say nothing of a random key, and the same in every proxy and after every
@@ -119,7 +115,7 @@ def api_key_id(headers: "Headers") -> str:
     return ""
 
 
-def user_agent(headers: "Headers") -> str:
+def user_agent(headers: Headers) -> str:
     """Return the client's own word of what it is, cut for a log."""
     for name, value in headers:
         if name == b"user-agent":
@@ -127,7 +123,7 @@ def user_agent(headers: "Headers") -> str:
     return ""
 
 
-def asks_for_websocket(method: bytes, headers: "Headers") -> bool:
+def asks_for_websocket(method: bytes, headers: Headers) -> bool:
     """Return whether a head opens a WebSocket (RFC 6455 section 4.1, over HTTP/3 RFC 9220)."""
     if method not in _OPEN_WEBSOCKETS:
         return False
@@ -135,7 +131,7 @@ def asks_for_websocket(method: bytes, headers: "Headers") -> bool:
     return b"websocket" in {protocol.strip() for protocol in named.split(b",")}
 
 
-def check_json_body(headers: "Headers") -> Rejection | None:
+def check_json_body(headers: Headers) -> Rejection | None:
     """Return why a body so described is not read as JSON, or None.
 
     A body without a media type is, and so is a form, which is what curl calls a body without a
@@ -163,17 +159,17 @@ def engine_lines(request_id: str, *more: bytes, kind: bytes = JSON_LINE) -> byte
     return b"".join((kind, _ENGINE_LINES % request_id.encode(), *more))
 
 
-def key_headers(engine_key: Secret | None) -> "Headers":
+def key_headers(engine_key: Secret | None) -> Headers:
     return [] if engine_key is None else [(b"authorization", b"Bearer " + engine_key.value)]
 
 
-def passed_headers(headers: "Sequence[tuple[bytes, bytes]]", *, keep_key: bool) -> "Headers":
+def passed_headers(headers: Sequence[tuple[bytes, bytes]], *, keep_key: bool) -> Headers:
     """Return the client's headers that are for engines, without those of a trace."""
     passed = _WITH_KEYS if keep_key else _PASSED
     return [field for field in headers if field[0] in passed]
 
 
-def trace_headers(headers: "Sequence[tuple[bytes, bytes]]") -> "Headers":
+def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
     return [field for field in headers if field[0] in _TRACE]
 
 
@@ -213,7 +209,7 @@ class Clients:
         if not tenants:
             self._others = everybody
 
-    def find(self, headers: "Headers") -> Tenant | None:
+    def find(self, headers: Headers) -> Tenant | None:
         """Return whose request it is that has these headers; None if nobody may send it.
 
         A key may be given as the bearer token, as Anthropic's X-Api-Key and as Azure's Api-Key, each
@@ -244,7 +240,7 @@ def refuse_model(tenant: Tenant, model: str) -> tuple[int, str] | None:
     return 404, f"The model `{model[:128]}` does not exist or you do not have access to it."
 
 
-def refuse_route(tenant: Tenant | None, route: "Route", model: str) -> tuple[int, str] | None:
+def refuse_route(tenant: Tenant | None, route: Route, model: str) -> tuple[int, str] | None:
     """Return the status and the reason if a tenant may not have one engine answer a request."""
     if tenant is None:
         return KEY_IS_GONE
@@ -256,7 +252,7 @@ def refuse_route(tenant: Tenant | None, route: "Route", model: str) -> tuple[int
 
 
 def urgency_of(
-    tenant: Tenant, api: "Api", headers: "Headers", body: "RequestBody", arrived_ns: int
+    tenant: Tenant, api: Api, headers: Headers, body: RequestBody, arrived_ns: int
 ) -> Urgency:
     """Return how urgent a request is: by its own word where its tenant may, else by the tenant's.
 
@@ -272,7 +268,7 @@ def urgency_of(
     return Urgency(level, deadline_ns, tenant.weight)
 
 
-def allowance_headers(allowances: "Mapping[str, Allowance]") -> "Headers":
+def allowance_headers(allowances: Mapping[str, Allowance]) -> Headers:
     """Return what is left of a tenant's rates, in OpenAI's headers.
 
     Source: https://platform.openai.com/docs/guides/rate-limits, "Rate limits in headers".
@@ -348,7 +344,7 @@ class _UserId(msgspec.Struct):
 _decode_user_id = msgspec.json.Decoder(_UserId).decode
 
 
-def named_in_head(headers: "Headers") -> bytes:
+def named_in_head(headers: Headers) -> bytes:
     """Return the name in a request's headers; empty if there is none. Of repeated ones the first counts."""
     given: dict[bytes, bytes] = {}
     for name, value in headers:
@@ -362,7 +358,7 @@ def named_in_head(headers: "Headers") -> bytes:
     return b""
 
 
-def named_in_body(body: "RequestBody") -> bytes:
+def named_in_body(body: RequestBody) -> bytes:
     """Return the name in a request's body; empty if there is none."""
     if _NAMING_MEMBERS.isdisjoint(body.values):
         return b""
@@ -392,7 +388,7 @@ def session_of(name: bytes, tenant: str) -> int:
     return int.from_bytes(digest.digest()) >> 1 or 1
 
 
-def _users(body: "RequestBody") -> "Iterator[str]":
+def _users(body: RequestBody) -> Iterator[str]:
     if _is_short(body, "metadata"):
         metadata = body.values["metadata"]
         user = metadata.get("user_id") if isinstance(metadata, dict) else None
@@ -401,12 +397,12 @@ def _users(body: "RequestBody") -> "Iterator[str]":
     yield _short_text(body, "user")
 
 
-def _short_text(body: "RequestBody", name: str) -> str:
+def _short_text(body: RequestBody, name: str) -> str:
     value = body.values[name] if _is_short(body, name) else None
     return value if isinstance(value, str) else ""
 
 
-def _is_short(body: "RequestBody", name: str) -> bool:
+def _is_short(body: RequestBody, name: str) -> bool:
     """Return whether a member is there and as short as a name; a longer one is not decoded for it."""
     return 0 < len(body.value_text(name)) <= _MOST_BYTES
 
@@ -431,11 +427,11 @@ _RARE = frozenset(
 class KnownHead(Struct, frozen=True):
     """One head."""
 
-    clients: "Clients"  # Who told whose it is: others say nothing of it.
+    clients: Clients  # Who told whose it is: others say nothing of it.
     route: Route | None  # None if there is none.
     # Why such a request is not served, whatever its body and the limits; None if it is.
     rejection: Rejection | None
-    tenant: "Tenant | None"  # Whose it is; None if nobody's.
+    tenant: Tenant | None  # Whose it is; None if nobody's.
     api_key_id: str  # See `RequestRecord`.
     user_agent: str
     session: bytes  # The conversation's name in it; empty if there is none.
@@ -444,7 +440,7 @@ class KnownHead(Struct, frozen=True):
     lines: bytes
 
 
-def know(head: "RequestHead | HttpRequest", clients: "Clients", *, keep_key: bool) -> KnownHead:
+def know(head: RequestHead | HttpRequest, clients: Clients, *, keep_key: bool) -> KnownHead:
     headers = head.headers
     route = find(head.path)
     tenant = clients.find(headers) if route is not None and route.keyed else EVERYBODY
@@ -462,7 +458,7 @@ def know(head: "RequestHead | HttpRequest", clients: "Clients", *, keep_key: boo
 
 
 def _refuse(
-    head: "RequestHead | HttpRequest", route: Route, tenant: "Tenant | None"
+    head: RequestHead | HttpRequest, route: Route, tenant: Tenant | None
 ) -> Rejection | None:
     if route.websocket and asks_for_websocket(head.method, head.headers):
         return Rejection(426, f"WebSockets are not served: {route.websocket}")

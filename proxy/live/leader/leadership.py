@@ -12,22 +12,18 @@ long as nobody else is known to lead; then it ends with an error.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from balanceroute.proxy.live.scheduling.driver import Driver
+from balanceroute.proxy.live.scheduling.driver import Driver
 
 _log = logging.getLogger(__name__)
 # Parts of a duration: a term, the time for one exchange, and the time between two.
@@ -96,7 +92,7 @@ class Office(Protocol):
 class Followed(Protocol):
     """A decode group, of which one process at a time decides."""
 
-    driver: "Driver"
+    driver: Driver
 
     async def read_loads(self) -> None:
         """Have the scheduler know what others have on the ranks now."""
@@ -382,7 +378,7 @@ class LeaderMetrics(Collector):
     def __init__(self, standing: Callable[[], Standing]) -> None:
         self._standing = standing
 
-    def collect(self) -> "Iterator[Metric]":
+    def collect(self) -> Iterator[Metric]:
         """Yield a family for each figure."""
         now = self._standing()
         yield GaugeMetricFamily(

@@ -16,12 +16,9 @@ import threading
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.leader.leadership import LeaderError
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.prediction import InThread
+from balanceroute.proxy.live.prediction import InThread
 
 _MOST_BYTES = 256
 
@@ -45,7 +42,7 @@ class LockFile:
         name: str,
         duration_s: int,
         clock: Callable[[], float],
-        in_thread: "InThread",
+        in_thread: InThread,
         descriptor: int | None = None,
     ) -> None:
         self.name, self.kin, self.due_s = name, False, inf

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -12,10 +12,7 @@ from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.openai.stream_reader import decode
 from balanceroute.proxy.live.openai.token_counts import token_count
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.wire.messages import Headers
-
+from balanceroute.proxy.wire.messages import Headers
 
 # Headers of engines that reach no client: those of the connection (RFC 9110 section 7.6.1), those that the
 # proxy says itself, and those by which one engine would speak for the whole site that the proxy is, or give
@@ -62,7 +59,7 @@ class _Ending(Struct):
 _decode_ending = msgspec.json.Decoder(_Ending).decode
 
 
-def passable_headers(headers: "Headers") -> "Headers":
+def passable_headers(headers: Headers) -> Headers:
     """Return the headers of an engine's answer that go on to the client."""
     withheld = _WITHHELD
     if b"connection" in dict(headers):  # It names headers that are for the next hop alone.
@@ -75,7 +72,7 @@ def passable_headers(headers: "Headers") -> "Headers":
     ][:_MOST_HEADERS]
 
 
-def headers_of_refusal(status: int, headers: "Headers") -> "Headers":
+def headers_of_refusal(status: int, headers: Headers) -> Headers:
     """Return the same of an engine's refusal: who is to come again is told when."""
     passed = passable_headers(headers)
     if status in (429, 503) and not any(name == b"retry-after" for name, _ in passed):
@@ -83,13 +80,13 @@ def headers_of_refusal(status: int, headers: "Headers") -> "Headers":
     return passed
 
 
-def stream_headers(headers: "Headers") -> "Headers":
+def stream_headers(headers: Headers) -> Headers:
     """Return the same of a stream, which no web server on its way is to gather in a buffer."""
     passed = [field for field in passable_headers(headers) if field[0] != b"x-accel-buffering"]
     return [*passed, (b"x-accel-buffering", b"no")]
 
 
-def is_encoded(headers: "Headers") -> bool:
+def is_encoded(headers: Headers) -> bool:
     """Return whether the body is compressed, so that nobody here can read it."""
     # A generator would cost each answer more than its headers do.
     for name, value in headers:
@@ -158,7 +155,7 @@ def _ending(body: bytes) -> _Ending:
         return _Ending()
 
 
-def stops_at_recomputed(body: "RequestBody") -> bool:
+def stops_at_recomputed(body: RequestBody) -> bool:
     """Return whether the client's own stop words may make an engine report what a hand-back does."""
     try:
         stop = body.values.get("stop_sequences") or body.values.get("stop")

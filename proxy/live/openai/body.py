@@ -18,7 +18,7 @@ from json.encoder import (  # type: ignore[attr-defined]  # typeshed leaves the 
     c_make_encoder,
     encode_basestring_ascii,
 )
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.openai.json_scan import (
@@ -31,11 +31,8 @@ from balanceroute.proxy.live.openai.json_scan import (
     summarise,
 )
 from balanceroute.proxy.live.openai.native_scan import NativeScanner
+from balanceroute.proxy.wire.http1.pump import Pump
 from balanceroute.proxy.wire.messages import Payload, Pieces
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.wire.http1.pump import Pump
-
 
 # Bytes of a body that is decoded at once, and of a member that is decoded at all: the worst of that
 # size takes some 15 ms and 4 MB.
@@ -266,7 +263,7 @@ def _in_pieces(members: Iterable[bytes | memoryview]) -> Pieces:
 
 
 def read_in_slices(
-    data: bytes, *, hashed: bool = False, pump: "Pump | None" = None
+    data: bytes, *, hashed: bool = False, pump: Pump | None = None
 ) -> Generator[None, None, RequestBody]:
     """Read a body of more than `SMALL_BYTES`, yielding whenever that has taken some milliseconds.
 

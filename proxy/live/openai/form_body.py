@@ -6,13 +6,11 @@ of the request. Parts are found as its server finds them, or more of them.
 
 import json
 from email.message import Message
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from balanceroute.proxy.live.openai.body import BodyError
 from balanceroute.proxy.live.openai.shape import refuse_internal
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.wire.messages import Headers
+from balanceroute.proxy.wire.messages import Headers
 
 _XARGS = "vllm_xargs"
 # As many fields and files as the engine's server takes.
@@ -23,7 +21,7 @@ _HEAD_END = b"\r\n\r\n"
 _decode = json.JSONDecoder().raw_decode
 
 
-def refuse_internal_parts(headers: "Headers", body: bytes) -> None:
+def refuse_internal_parts(headers: Headers, body: bytes) -> None:
     """Refuse a form that has internal members.
 
     Raises:
@@ -34,7 +32,7 @@ def refuse_internal_parts(headers: "Headers", body: bytes) -> None:
             _check_parts(value, body)
 
 
-def boundary_of(headers: "Headers") -> bytes:
+def boundary_of(headers: Headers) -> bytes:
     """Return what stands between the parts of a form, which is another word each time; empty for no form."""
     for name, value in headers:
         if name == b"content-type":

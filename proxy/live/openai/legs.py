@@ -10,7 +10,7 @@ tokenise alike, so nothing that reaches the prompt is touched.
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -35,10 +35,7 @@ from balanceroute.proxy.live.openai.shape import (
 )
 from balanceroute.proxy.live.openai.stream_reader import decode
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, PromptUsage, token_count
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.wire.messages import Payload
-
+from balanceroute.proxy.wire.messages import Payload
 
 # A text: to encode the members costs more than all the rest of the body.
 _ONE_TOKEN = b'"stream": false, "max_tokens": 1, "min_tokens": %d, "n": 1, '
@@ -83,7 +80,7 @@ def _union(drop: frozenset[str], replaced: frozenset[str]) -> frozenset[str]:
 
 
 def prefill_body(
-    body: "RequestBody",
+    body: RequestBody,
     members: Mapping[str, object],
     params: bytes,
     *,
@@ -91,7 +88,7 @@ def prefill_body(
     drop: frozenset[str] = INTERNAL_FIELDS,
     min_tokens: int = 1,
     past_end: bool = False,
-) -> "Payload":
+) -> Payload:
     """Return the prefill leg's body.
 
     Args:
@@ -126,7 +123,7 @@ def prefill_body(
     return body.encode(members, drop=_union(drop, replaced), last=last)
 
 
-def least_tokens(api: Api, body: "RequestBody") -> int:
+def least_tokens(api: Api, body: RequestBody) -> int:
     """Return how many tokens a prefill leg must have: 0 if its grammar may allow none.
 
     Elsewhere one is asked for, as not every connector keeps the KV cache of an answer that has ended.
@@ -152,13 +149,13 @@ def least_tokens(api: Api, body: "RequestBody") -> int:
 
 
 def decode_body(
-    body: "RequestBody",
+    body: RequestBody,
     members: Mapping[str, object],
     params: bytes | None,
-    asked: "CountsAsked | None" = None,
+    asked: CountsAsked | None = None,
     *,
     drop: frozenset[str] = INTERNAL_FIELDS,
-) -> "Payload":
+) -> Payload:
     """Return the decode leg's body.
 
     Args:
@@ -177,7 +174,7 @@ def decode_body(
     return body.encode(members, drop=drop, last=last)
 
 
-def engine_body(data: bytes, body: "RequestBody") -> bytes:
+def engine_body(data: bytes, body: RequestBody) -> bytes:
     """Return a client's body as it may reach the one engine that generates text for it.
 
     The members that steer KV transfer must not be a client's. They stand in the body and in `vllm_xargs`.

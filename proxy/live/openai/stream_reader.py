@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
+from balanceroute.proxy.wire.http1.pump import EventForm, Passed
 from balanceroute.proxy.wire.sse import event_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from balanceroute.proxy.wire.http1.pump import EventForm, Passed
-
 
 # The beginning of a stream: events that say nothing, held, and a first event that is an error.
 #
@@ -188,11 +186,11 @@ class StreamReader:
         return b""
 
     @property
-    def form(self) -> "EventForm | None":
+    def form(self) -> EventForm | None:
         """What others may take for token events in its place; None if they cannot."""
         return None
 
-    def take_passed(self, passed: "Passed") -> None:
+    def take_passed(self, passed: Passed) -> None:
         """Go on behind token events that others have taken."""
         self._events = passed.tokens
 

@@ -25,7 +25,6 @@ from balanceroute.proxy.wire.http1.pump import IDS, IDS_OF_COMPLETION, IDS_WAIT,
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.token_counts import TokenCounts
 
-
 # As vLLM writes them.
 _IDS = b'"token_ids":['
 _VALUE = len(_IDS) - 1
@@ -139,7 +138,7 @@ class TokenIds:
         place = IDS_OF_COMPLETION if self._before == _COMPLETION else 0
         return IDS | place | (IDS_WAIT if self._new else 0)
 
-    def take_passed(self, passed: "Passed") -> None:
+    def take_passed(self, passed: Passed) -> None:
         if passed.ids:
             self._kept += b"".join(b"," + ids for ids in self._new if ids) + passed.ids
             self._new.clear()

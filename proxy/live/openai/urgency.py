@@ -5,15 +5,12 @@ the level is the urgency of the `Priority` header less 3, so that RFC 9218's def
 """
 
 import re
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api, integer
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.openai.body import RequestBody
-    from balanceroute.proxy.wire.messages import Headers
+from balanceroute.proxy.wire.messages import Headers
 
 _USUAL_URGENCY = 3
 # When the first token is due, and when the whole answer is, both from the request's arrival.
@@ -47,14 +44,14 @@ class Urgency(Struct, frozen=True):
     weight: float = 1.0
 
 
-def read_level(api: Api, headers: "Headers", body: "RequestBody") -> int:
+def read_level(api: Api, headers: Headers, body: RequestBody) -> int:
     """Return the level that a request asks for; its shape has been read."""
     # Anthropic's API has no such member, and ignores what it does not know.
     priority = None if api is Api.MESSAGES else integer(body.values.get("priority"))
     return urgency(headers) - _USUAL_URGENCY if priority is None else priority
 
 
-def urgency(headers: "Headers") -> int:
+def urgency(headers: Headers) -> int:
     """Return the urgency of the `Priority` header, 0 to 7; 3 if it has none that can be read.
 
     What cannot be read is ignored, as RFC 9218 (section 4) demands: the header is for any proxy on
@@ -77,7 +74,7 @@ def urgency(headers: "Headers") -> int:
     return found
 
 
-def unreadable_deadline(headers: "Headers") -> str | None:
+def unreadable_deadline(headers: Headers) -> str | None:
     """Return what is wrong with a header of a deadline, beginning with its name; None if nothing is."""
     for name in (FIRST_TOKEN_DUE, ANSWER_DUE):
         values = [value for one, value in headers if one == name]
@@ -87,7 +84,7 @@ def unreadable_deadline(headers: "Headers") -> str | None:
     return None
 
 
-def deadline_ms(headers: "Headers", name: bytes) -> int | None:
+def deadline_ms(headers: Headers, name: bytes) -> int | None:
     """Return the milliseconds of a deadline; None if there is none that can be read."""
     values = [value for one, value in headers if one == name]
     return _read_ms(values[0]) if len(values) == 1 else None

@@ -16,6 +16,7 @@ from balanceroute.proxy.live.openai.answer import (
     stream_headers,
     write_events,
 )
+from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.errors import (
     JSON_HEADERS,
     NEVER_AGAIN,
@@ -25,14 +26,13 @@ from balanceroute.proxy.live.openai.errors import (
     error_words,
 )
 from balanceroute.proxy.live.openai.shape import Api, Shape, flag
+from balanceroute.proxy.live.telemetry.record import RequestRecord
+from balanceroute.proxy.wire.http1.server import Reply
+from balanceroute.proxy.wire.messages import Headers
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.told import Told
     from balanceroute.proxy.live.request.early_token import EarlyToken
-    from balanceroute.proxy.live.telemetry.record import RequestRecord
-    from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers
 
 
 # Signs of life: Anthropic's clients know events of that name; all others pass over comments.
@@ -52,11 +52,11 @@ class ClientAnswer:
 
     def __init__(
         self,
-        reply: "Reply",
-        record: "RequestRecord",
+        reply: Reply,
+        record: RequestRecord,
         *,
-        left: "Callable[[], None]",
-        slow: "Callable[[bool], None]",
+        left: Callable[[], None],
+        slow: Callable[[bool], None],
     ) -> None:
         self.reply = reply
         # Whether the client has something of the answer; a comment is nothing of it.
@@ -68,14 +68,14 @@ class ClientAnswer:
         self._slow: Callable[[bool], None] | None = slow
         reply.on_closed = left
 
-    def open(self, status: int, headers: "Headers") -> None:
+    def open(self, status: int, headers: Headers) -> None:
         self.opened = True
         self._record.status = status
         self.reply.on_pause = self._pause
         self.reply.on_resume = self._resume
         self.reply.start(status, [*stream_headers(headers), self._name])
 
-    def comment(self, headers: "Headers", data: bytes) -> None:
+    def comment(self, headers: Headers, data: bytes) -> None:
         """Send what is no part of the answer; the first begins the stream, whatever comes of it."""
         if self.opened:
             self.reply.write(data)
@@ -94,11 +94,11 @@ class ClientAnswer:
             self.comment(STREAM_HEADERS, _PING if messages else _COMMENT)
         self._written, self._heard_s = self.reply.written, now_s
 
-    def send(self, status: int, headers: "Headers", body: bytes) -> None:
+    def send(self, status: int, headers: Headers, body: bytes) -> None:
         self._record.status = 200 if self.reply.commented else status
         self.reply.send(status, [*passable_headers(headers), self._name], body)
 
-    def pass_on(self, status: int, headers: "Headers", body: bytes) -> str:
+    def pass_on(self, status: int, headers: Headers, body: bytes) -> str:
         """Send an engine's own refusal; return what it says."""
         words = error_words(body)
         self.send(status, headers_of_refusal(status, headers), body)
@@ -155,9 +155,9 @@ class Emitted(Struct, eq=False):
     tokens: int = 0  # How many.
     # The first token, until a rank has said more than it; None if it waits for a rank.
     early: "EarlyToken | None" = None
-    members: "Mapping[str, object]" = {}  # Of the client's body, those that change.
+    members: Mapping[str, object] = {}  # Of the client's body, those that change.
     # The request that continues from ids, in place of the client's; None if none does.
-    continued: "RequestBody | None" = None
+    continued: RequestBody | None = None
     # What the client has of an answer that is to begin again; None if none does.
     told: "Told | None" = None
     # When the client had something last, by the loop's clock; None if it has nothing.
@@ -175,7 +175,7 @@ _PARAMS = "kv_transfer_params"
 
 
 def answer_shortly(
-    client: "ClientAnswer", shape: "Shape", body: "RequestBody", message: Mapping[str, Any]
+    client: ClientAnswer, shape: Shape, body: RequestBody, message: Mapping[str, Any]
 ) -> None:
     """Send the prefiller's answer to the client, as a stream if it asked for one."""
     if shape.api is Api.MESSAGES:  # vLLM leaves out there what is null.

@@ -31,7 +31,7 @@ from balanceroute.proxy.live.openai.legs import (
     read_prefill_answer,
 )
 from balanceroute.proxy.live.openai.named_events import NamedEventStream, named_options
-from balanceroute.proxy.live.openai.shape import AGENTS_APIS, GENERATE, Api
+from balanceroute.proxy.live.openai.shape import AGENTS_APIS, GENERATE, Api, Shape
 from balanceroute.proxy.live.openai.stream_reader import StreamReader, decoded
 from balanceroute.proxy.live.openai.token_counts import (
     CountsAsked,
@@ -56,6 +56,7 @@ from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
 from balanceroute.proxy.live.request.relay import BufferedLeg, Relay
 from balanceroute.proxy.live.request.session import Attempt, Session, draw_seed
 from balanceroute.proxy.live.request.shared import (
+    KvHandle,
     LegFailed,
     LegSucceeded,
     PromptCounted,
@@ -63,18 +64,16 @@ from balanceroute.proxy.live.request.shared import (
     StreamReturned,
 )
 from balanceroute.proxy.live.telemetry.record import DECODE_LEG, DIRECT_LEG, Leg
+from balanceroute.proxy.wire.http1.pump import EventForm, Lent
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.openai.token_ids import TokenIds
     from balanceroute.proxy.live.openai.told import Told
     from balanceroute.proxy.live.openai.transcript import Transcript
     from balanceroute.proxy.live.request.continued import Continued
-    from balanceroute.proxy.live.request.shared import KvHandle
     from balanceroute.proxy.wire.http1.client import ResponseHandler
-    from balanceroute.proxy.wire.http1.pump import EventForm, Lent
 
 _log = logging.getLogger(__name__)
 # Each makes progress.
@@ -105,9 +104,7 @@ class DecodeAttempt(Attempt):
         *("_told", "_transcript", "_transfer", "_usage", "hands_back", "stream"),
     )
 
-    def __init__(
-        self, session: "Session", engine: "Prefiller | Rank", kv: "KvHandle | None"
-    ) -> None:
+    def __init__(self, session: Session, engine: Prefiller | Rank, kv: KvHandle | None) -> None:
         self._rank = engine if isinstance(engine, Rank) else None
         super().__init__(session, DIRECT_LEG if self._rank is None else DECODE_LEG, engine)
         able = session.context.connector.facts.recomputes and self._rank is not None
@@ -158,7 +155,7 @@ class DecodeAttempt(Attempt):
         return self._rank is not None
 
     @property
-    def pair(self) -> "tuple[Prefiller, Rank] | None":
+    def pair(self) -> tuple[Prefiller, Rank] | None:
         if self._rank is None or self._kv is None or self._kv.params is None:
             return None
         return self._kv.prefiller, self._rank
@@ -218,17 +215,17 @@ class DecodeAttempt(Attempt):
         self._post(api, headers, body, handler, timeout_s, expires_s=until_s, lines=self.stream)
 
     @property
-    def targets(self) -> "tuple[Target, ...]":
+    def targets(self) -> tuple[Target, ...]:
         """The engine, and that of the prefill which the rank called for."""
         remote = () if self._remote is None else (self._remote.target,)
         return (*remote, *super().targets)
 
-    def leg_at(self, target: "Target") -> Leg | None:
+    def leg_at(self, target: Target) -> Leg | None:
         if self._remote is not None and self._remote.target == target:
             return Leg.PREFILL
         return super().leg_at(target)
 
-    def move(self, target: "Target") -> bool:
+    def move(self, target: Target) -> bool:
         """Have the prefill that the rank called for done elsewhere, if it is done there."""
         if self._remote is None or self._remote.target != target:
             return False
@@ -321,7 +318,7 @@ class DecodeAttempt(Attempt):
             _count_stream(self._session, self.stream)
             self.stream = None
 
-    def _make_stream(self, asking: "RequestBody", asked: CountsAsked | None) -> Relay:
+    def _make_stream(self, asking: RequestBody, asked: CountsAsked | None) -> Relay:
         session, resuming = self._session, self._session.resuming
         options = {
             "resumes": session.answer.opened,
@@ -351,7 +348,7 @@ class DecodeAttempt(Attempt):
 
     # Events that the pump moves.
 
-    def stream_waits(self, form: "EventForm") -> "Lent | None":
+    def stream_waits(self, form: EventForm) -> Lent | None:
         session, call, stream = self._session, self._call, self.stream
         pump = session.context.pump
         if pump is None or call is None or stream is None:
@@ -361,7 +358,7 @@ class DecodeAttempt(Attempt):
             session.host.report(StreamLent(session.number, lent.slot))
         return lent
 
-    def stream_back(self, lent: "Lent") -> None:
+    def stream_back(self, lent: Lent) -> None:
         self._session.host.report(StreamReturned(self._session.number, lent.slot))
 
     # The prefill that the rank calls for.
@@ -402,7 +399,7 @@ class DecodeAttempt(Attempt):
 
     # What the engine answers.
 
-    def decode_refused(self, status: int, headers: "Headers", body: bytes) -> None:
+    def decode_refused(self, status: int, headers: Headers, body: bytes) -> None:
         if status != 200:
             self._session.failed(self, refusal(status, headers, body))
         elif (error := error_in(body)) is not None:
@@ -422,11 +419,11 @@ class DecodeAttempt(Attempt):
             body = _count_whole(self._session, body)
             self._session.answered(headers, body, served)
 
-    def stream_remarked(self, headers: "Headers", event: bytes) -> None:
+    def stream_remarked(self, headers: Headers, event: bytes) -> None:
         """Pass a comment on at once: who is on the way to the client may count its silence."""
         self._session.answer.comment(headers, event)
 
-    def stream_started(self, status: int, headers: "Headers") -> None:
+    def stream_started(self, status: int, headers: Headers) -> None:
         session, served = self._session, self._served()
         if session.record.first_token_ns is None:
             session.record.first_token_ns = round(session.context.clock() * 1e9)
@@ -542,7 +539,7 @@ class DecodeAttempt(Attempt):
         return True
 
 
-def _plain_reader(shape: "Shape", options: dict[str, Any]) -> "StreamReader":
+def _plain_reader(shape: Shape, options: dict[str, Any]) -> StreamReader:
     if shape.api in AGENTS_APIS:
         return NamedEventStream(**named_options(options))
     plain = TokenStream if shape.api is GENERATE else CompletionStream
@@ -553,7 +550,7 @@ def _has_told(stream: Relay) -> bool:
     return stream.started and stream.reader.told
 
 
-def _stop_asking(engine: "Prefiller | Rank") -> None:
+def _stop_asking(engine: Prefiller | Rank) -> None:
     """Ask an engine no more for its counts in every event."""
     if not engine.continuous_usage_is_expensive:
         engine.continuous_usage_is_expensive = True
@@ -561,7 +558,7 @@ def _stop_asking(engine: "Prefiller | Rank") -> None:
         _log.warning("reasoning parser: tokens are counted by events", extra={"fields": fields})
 
 
-def _count_stream(session: "Session", stream: Relay) -> None:
+def _count_stream(session: Session, stream: Relay) -> None:
     record = session.record
     if session.answer.opened:
         # What came since may have been the first token again, or all that there was.
@@ -576,7 +573,7 @@ def _count_stream(session: "Session", stream: Relay) -> None:
             record.second_token_came(round(stream.second_s * 1e9))
 
 
-def _count_whole(session: "Session", body: bytes) -> bytes:
+def _count_whole(session: Session, body: bytes) -> bytes:
     """Take the counts of a whole answer; return it with the cached tokens of the prefill."""
     record = session.record
     prompt_tokens, record.output_tokens = counts_of(body)
@@ -590,7 +587,7 @@ def _count_whole(session: "Session", body: bytes) -> bytes:
     return with_prompt_usage(body, usage)
 
 
-def _count_prompt(session: "Session", tokens: int) -> None:
+def _count_prompt(session: Session, tokens: int) -> None:
     """Take the count of a prompt that the rank computed: no prefiller has counted it."""
     record = session.record
     tokens -= session.emitted.tokens  # Of an earlier rank.
@@ -616,7 +613,7 @@ def _reported(event: bytes, *, opened: bool) -> Failure:
 # The legs that the scheduler decides.
 
 
-def start_prefill(session: "Session", prefiller: "Prefiller") -> None:
+def start_prefill(session: Session, prefiller: Prefiller) -> None:
     """Send the prefill leg, or the whole request if no rank decodes it."""
     if session.context.suspects.prompts and session.is_refused():
         return
@@ -627,7 +624,7 @@ def start_prefill(session: "Session", prefiller: "Prefiller") -> None:
         session.begin(DECODING, DecodeAttempt(session, prefiller, None))
 
 
-def start_decode(session: "Session", rank: Rank) -> None:
+def start_decode(session: Session, rank: Rank) -> None:
     if session.context.suspects.prompts and session.is_refused():
         return
     session.record.bound(rank.name, session.context.clock(), pooled_s=session.pooled_s)

@@ -10,8 +10,9 @@ Of a prefiller on probation the client gets nothing: what it says is compared wi
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from balanceroute.proxy.live.engines.instances import FirstTokenTrust, Prefiller
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.continuation import (
     PrefillFirstToken,
@@ -21,9 +22,6 @@ from balanceroute.proxy.live.openai.continuation import (
 )
 from balanceroute.proxy.live.openai.shape import PROMPT, Api, sampling_of
 from balanceroute.proxy.live.openai.stream_reader import RepeatedText
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.instances import FirstTokenTrust, Prefiller
 
 
 class EarlyToken:
@@ -52,12 +50,12 @@ class EarlyToken:
             return None
         return partial(self._compare, self._doubted, RepeatedText(self._doubted.text))
 
-    def give(self, said: "PrefillFirstToken", prefiller: "Prefiller") -> None:
+    def give(self, said: PrefillFirstToken, prefiller: Prefiller) -> None:
         self.said, self._doubted = said, None
         self._firsts, self._prefiller = prefiller.first_tokens, prefiller.name
         self._firsts.count()
 
-    def doubt(self, said: "PrefillFirstToken", prefiller: "Prefiller") -> None:
+    def doubt(self, said: PrefillFirstToken, prefiller: Prefiller) -> None:
         """Note what a prefiller said, for a rank to say it first."""
         self._doubted = said
         self._firsts, self._prefiller = prefiller.first_tokens, prefiller.name
@@ -75,7 +73,7 @@ class EarlyToken:
         if self._firsts is not None:
             self._firsts.differ(self._prefiller)
 
-    def _compare(self, said: "PrefillFirstToken", left: RepeatedText, event: bytes) -> bool:
+    def _compare(self, said: PrefillFirstToken, left: RepeatedText, event: bytes) -> bool:
         same = says_again(said, left, event)
         if same is None or self._firsts is None:
             return False

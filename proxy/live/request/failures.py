@@ -10,11 +10,11 @@ with vLLM's NIXL connector: 200, and the other prompt's answer).
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
+from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
 from balanceroute.proxy.live.openai.errors import (
     JSON_HEADERS,
     EngineError,
@@ -23,14 +23,10 @@ from balanceroute.proxy.live.openai.errors import (
     says_dead,
 )
 from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS, Api
+from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.request.shared import MOST_DEATHS
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
-    from balanceroute.proxy.live.request.leg_settings import LegSettings
-
 
 # Answers of an engine that another one may not give. They say "busy", not "broken".
 _BUSY = frozenset({429, 503})
@@ -89,8 +85,8 @@ class Failure:
     fault: Fault  # The same in the terms of health checks and of the metric of retries.
     reason: str  # For the log, and for the client if nothing mends it.
     # What the engine answered, if that is what the client gets in the end.
-    answer: "tuple[int, Headers, bytes] | None" = None
-    blamed: "Target | None" = None  # Who is at fault, if not the engine of the leg.
+    answer: tuple[int, Headers, bytes] | None = None
+    blamed: Target | None = None  # Who is at fault, if not the engine of the leg.
 
     @property
     def is_death(self) -> bool:
@@ -211,7 +207,7 @@ def lacks_route(status: int, body: bytes) -> bool:
     return status in _NO_ROUTE and not is_error(body)
 
 
-def refusal(status: int, headers: "Headers", body: bytes) -> Failure:
+def refusal(status: int, headers: Headers, body: bytes) -> Failure:
     """Return the failure that an answer with another status than 200 is."""
     answer, reason = (status, headers, body), _said(status, error_words(body))
     if status < 400:
@@ -245,7 +241,7 @@ def _said(status: int, words: str) -> str:
     return f"status {status}: {words}" if words else f"status {status}"
 
 
-def breakage(error: "WireError") -> Failure:
+def breakage(error: WireError) -> Failure:
     """Return the failure that an exchange without a complete answer is."""
     what = What.BROKEN if error.sent else What.NOT_SENT
     if error.kind is WireFault.TOO_LATE:
@@ -280,26 +276,26 @@ class Retry:
 class Recovery(Struct, eq=False):
     """What one request has been through."""
 
-    _legs: "LegSettings"
+    _legs: LegSettings
     tries: dict[Leg, int] = {}  # Attempts of each leg.
     _broken: int = 0  # Engines that broke off under it and live.
     _lapses: int = 0  # Leases that ended on the way to a rank.
     # The engines without its route, with what they said; None for those that were passed over.
-    lacking: "dict[Prefiller | Rank, Failure | None]" = {}
+    lacking: dict[Prefiller | Rank, Failure | None] = {}
 
     def may_try_again(self, leg: Leg) -> bool:
         """Return whether one more attempt is left, if the retry budget allows it too."""
         return self.tries.get(leg, 0) < self._legs.retry_attempts
 
     def note_lacking(
-        self, engine: "Prefiller | Rank", api: "Api", failure: Failure, now_s: float
+        self, engine: Prefiller | Rank, api: Api, failure: Failure, now_s: float
     ) -> None:
         self.lacking[engine] = failure
         if api in OPTIONAL_APIS:
             engine.lacks[api.value] = now_s + _LACKS_S
 
     def foresee(
-        self, leg: Leg, engine: "Prefiller | Rank", api: "Api", now_s: float
+        self, leg: Leg, engine: Prefiller | Rank, api: Api, now_s: float
     ) -> Retry | Failure | None:
         """Return what is known of an attempt before it is made.
 

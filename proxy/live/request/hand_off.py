@@ -10,19 +10,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
+from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.openai.answer import is_aborted
 from balanceroute.proxy.live.openai.body import RequestBody, dump
 from balanceroute.proxy.live.openai.errors import error_in
 from balanceroute.proxy.live.openai.legs import least_tokens, prefill_body
+from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.request.failures import Failure, What, refusal, reported
 from balanceroute.proxy.live.request.relay import BufferedLeg
+from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.shared import LegFailed, LegSucceeded, RemotePrefillEnded
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.instances import Target
-    from balanceroute.proxy.live.openai.shape import Api
-    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.wire.http1.client import Call
 
 
@@ -44,12 +44,12 @@ class HandOff:
 
     def __init__(
         self,
-        session: "Session",
-        api: "Api",
-        body: "RequestBody",
+        session: Session,
+        api: Api,
+        body: RequestBody,
         *,
-        prefilled: "Callable[[bytes], None]",
-        failed: "Callable[[Failure], None]",
+        prefilled: Callable[[bytes], None],
+        failed: Callable[[Failure], None],
     ) -> None:
         self._session = session
         self._host = session.host
@@ -65,7 +65,7 @@ class HandOff:
         self._tries = 0
 
     @property
-    def target(self) -> "Target | None":
+    def target(self) -> Target | None:
         """The instance that prefills at present, if one does."""
         return None if self._call is None or self.prefiller is None else self.prefiller.target
 
@@ -117,7 +117,7 @@ class HandOff:
             fresh=self._tries > 1,
         )
 
-    def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
+    def _answered(self, status: int, headers: Headers, body: bytes) -> None:
         assert self.prefiller is not None
         self._done()
         error = error_in(body) if status == 200 else None
@@ -144,7 +144,7 @@ class HandOff:
         else:
             self._again(Fault.SERVER_ERROR)
 
-    def _broken(self, error: "WireError") -> None:
+    def _broken(self, error: WireError) -> None:
         assert self.prefiller is not None
         self._done()
         fault = fault_of(error)

@@ -40,16 +40,16 @@ from balanceroute.proxy.live.request.shared import (
     PromptCounted,
 )
 from balanceroute.proxy.live.telemetry.record import PREFILL_LEG
+from balanceroute.proxy.wire.messages import Headers, WireError
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.request.continued import Continued
     from balanceroute.proxy.live.request.early_token import EarlyToken
-    from balanceroute.proxy.wire.messages import Headers, WireError
 
 _DEFAULT_MAX_TOKENS = 16  # Of completions, and no chat is longer without a limit.
 
 
-def pulled_within_s(legs: "LegSettings") -> float | None:
+def pulled_within_s(legs: LegSettings) -> float | None:
     """Return how long after its beginning a KV cache may be asked for; None for ever."""
     return None if legs.lease_s is None else _pulled_within_s(legs.lease_s, legs.lease_margin_s)
 
@@ -70,7 +70,7 @@ class PrefillAttempt(Attempt):
 
     __slots__ = ("_api", "_began_s", "_least", "_transfer", "prefiller", "sent_s")
 
-    def __init__(self, session: "Session", prefiller: "Prefiller") -> None:
+    def __init__(self, session: Session, prefiller: Prefiller) -> None:
         super().__init__(session, PREFILL_LEG, prefiller)
         self.prefiller = prefiller
         self.sent_s = self._began_s = session.context.uptime_s()
@@ -117,7 +117,7 @@ class PrefillAttempt(Attempt):
         """Note that the answer comes; its lease has begun, however long the rest of it takes."""
         self._began_s = max(self.sent_s, self._session.context.stalls.waiting_since_s())
 
-    def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
+    def _answered(self, status: int, headers: Headers, body: bytes) -> None:
         session = self._session
         error = error_in(body) if status == 200 else None
         if status != 200 or error is not None:
@@ -311,7 +311,7 @@ class PrefillAttempt(Attempt):
         api, asked = self._asked()
         return api is Api.MESSAGES and not is_greedy(asked.values)
 
-    def _broken(self, error: "WireError") -> None:
+    def _broken(self, error: WireError) -> None:
         # A KV cache that nobody knows of goes with its lease.
         if not self._send_again(error):
             self._session.failed(self, breakage(error))

@@ -7,21 +7,18 @@ reader's to say (`openai/completion_stream.py`, `openai/named_events.py`).
 
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
 from balanceroute.proxy.live.openai.answer import is_encoded
 from balanceroute.proxy.live.openai.errors import error_in
 from balanceroute.proxy.live.openai.stream_reader import DONE, StreamReader, decoded
+from balanceroute.proxy.live.request.client_answer import Emitted
+from balanceroute.proxy.wire.http1.pump import EventForm, Lent, Passed
+from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault, first_value
 from balanceroute.proxy.wire.sse import EventScanner, event_data
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.request.client_answer import Emitted
-    from balanceroute.proxy.wire.http1.pump import EventForm, Lent, Passed
-    from balanceroute.proxy.wire.http1.server import Reply
-
 
 # A leg whose answer is taken as a whole: prefills, answers that are not streamed, plain requests.
 
@@ -29,18 +26,18 @@ if TYPE_CHECKING:
 class BufferedLeg(Struct, eq=False):
     """Collects one response; see `ResponseHandler`."""
 
-    answered: "Callable[[int, Headers, bytes], None]"  # Called with a complete response.
+    answered: Callable[[int, Headers, bytes], None]  # Called with a complete response.
     # Called once with a failure. If the response is past the limit, that is before its end, which
     # may never come: whoever is told aborts the exchange.
     broken: Callable[[WireError], None]
     max_bytes: int  # The most bytes of a body.
     began: Callable[[], None] | None = None  # Called when the response begins; None if nobody asks.
     _status: int = 0
-    _headers: "Headers" = []
+    _headers: Headers = []
     _size: int = 0
     _pieces: list[bytes] = []
 
-    def on_head(self, status: int, headers: "Headers") -> None:
+    def on_head(self, status: int, headers: Headers) -> None:
         if self.began is not None:
             self.began()
         self._status = status
@@ -81,13 +78,13 @@ _WORTH_EVENTS, _MOST_IN_VAIN = 32, 3
 class StreamEvents(Protocol):
     """What becomes of the stream. All but `stream_started` and `stream_remarked` end it."""
 
-    def decode_refused(self, status: int, headers: "Headers", body: bytes) -> None:
+    def decode_refused(self, status: int, headers: Headers, body: bytes) -> None:
         """The engine answered, but not with a stream."""
 
-    def stream_started(self, status: int, headers: "Headers") -> None:
+    def stream_started(self, status: int, headers: Headers) -> None:
         """The first event came and goes to the client: open the client's stream."""
 
-    def stream_remarked(self, headers: "Headers", event: bytes) -> None:
+    def stream_remarked(self, headers: Headers, event: bytes) -> None:
         """A comment came before the first event: it is for the client, whatever comes of the stream."""
 
     def stream_error_first(self, event: bytes) -> None:
@@ -114,13 +111,13 @@ class StreamEvents(Protocol):
     def stream_cut(self, error: WireError) -> None:
         """The stream broke off behind the answer; what it lacked has been written."""
 
-    def stream_waits(self, form: "EventForm") -> "Lent | None":
+    def stream_waits(self, form: EventForm) -> Lent | None:
         """The engine waits between ordinary events of this form: return who moves them now, None for nobody.
 
         Only called of a `Relay` that `lends`.
         """
 
-    def stream_back(self, lent: "Lent") -> None:
+    def stream_back(self, lent: Lent) -> None:
         """They come here again."""
 
 
@@ -180,13 +177,13 @@ class Relay:
     def __init__(
         self,
         owner: StreamEvents,
-        reply: "Reply",
-        reader: "StreamReader",
-        clock: "Callable[[], float]",
+        reply: Reply,
+        reader: StreamReader,
+        clock: Callable[[], float],
         *,
-        observe_gap: "Callable[[float], None]",
+        observe_gap: Callable[[float], None],
         resumes: bool,
-        emitted: "Emitted",
+        emitted: Emitted,
         lends: bool = False,
     ) -> None:
         self._before = emitted.tokens
@@ -230,7 +227,7 @@ class Relay:
             if lent.paused:
                 lent.stop()
 
-    def on_head(self, status: int, headers: "Headers") -> None:
+    def on_head(self, status: int, headers: Headers) -> None:
         self._status = status
         self._headers = headers
         kind = first_value(headers, b"content-type") or b""
@@ -298,7 +295,7 @@ class Relay:
         if self._in_vain >= _MOST_IN_VAIN:
             self._lends_from_s = inf
 
-    def came_back(self, passed: "Passed") -> None:
+    def came_back(self, passed: Passed) -> None:
         """Go on where others have left off; see `LentStream`."""
         lent, self._lent = self._lent, None
         self.reader.take_passed(passed)
@@ -406,7 +403,7 @@ class Relay:
         if events:
             self._read(events, [])
 
-    def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
+    def _answered(self, status: int, headers: Headers, body: bytes) -> None:
         if status == 200 and self._resumes and error_in(body) is None:
             # The client has the beginning of a stream, which this cannot go on with.
             self._owner.stream_broken(_broken(WireFault.PROTOCOL, "the answer is no stream"))

@@ -8,12 +8,14 @@ The scheduler's answer to an event may come from within `Host.feed`, to this ver
 session is where it will be, and has let go of its engine, before it feeds.
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role, Target
+from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.shape import CONTINUED_AT, OPTIONAL_APIS, Api, Shape
 from balanceroute.proxy.live.request.client_answer import ClientAnswer, Emitted, answer_shortly
@@ -54,17 +56,14 @@ from balanceroute.proxy.live.request.shared import (
     SessionEnded,
 )
 from balanceroute.proxy.live.telemetry.record import OK, Leg, Outcome, RequestRecord
+from balanceroute.proxy.wire.http1.client import Call, ResponseHandler
+from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import Headers, LineHandler, Payload, WireError, WireFault
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Mapping
 
-    from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.token_counts import PromptUsage
-    from balanceroute.proxy.wire.http1.client import Call, ResponseHandler
-    from balanceroute.proxy.wire.http1.server import Reply
-
 
 _SEED_DIGITS = 7  # Of 28 bits, which every sampler takes.
 _TARGETS = {api: api.value.encode() for api in Api}
@@ -81,7 +80,7 @@ class Holding:
         return False
 
     @property
-    def pair(self) -> "tuple[Prefiller, Rank] | None":
+    def pair(self) -> tuple[Prefiller, Rank] | None:
         """Who is to pull its KV cache from whom; None unless a decode leg has yet to begin so."""
         return None
 
@@ -106,16 +105,16 @@ class Holding:
         return False
 
     @property
-    def targets(self) -> "tuple[Target, ...]":
+    def targets(self) -> tuple[Target, ...]:
         """The instances that work on a leg, or failed to."""
         return ()
 
-    def leg_at(self, target: "Target") -> "Leg | None":
+    def leg_at(self, target: Target) -> Leg | None:
         """Return the leg that an instance works on, or failed to; None if it does not."""
         del target
         return None
 
-    def move(self, target: "Target") -> bool:
+    def move(self, target: Target) -> bool:
         """Have what a removed instance does for another one done elsewhere, if that is possible."""
         del target
         return False
@@ -154,7 +153,7 @@ class Attempt(Holding):
         *("_again", "_call", "_deadline_s", "_sent_again", "_session", "engine", "leg", "posted_s"),
     )
 
-    def __init__(self, session: "Session", leg: "Leg", engine: "Prefiller | Rank") -> None:
+    def __init__(self, session: "Session", leg: Leg, engine: Prefiller | Rank) -> None:
         self.leg = leg
         self.engine = engine
         self._session = session
@@ -167,7 +166,7 @@ class Attempt(Holding):
     def lost(self) -> bool:
         return self._call is not None and self._call.lost
 
-    def _asked(self) -> "tuple[Api, RequestBody]":
+    def _asked(self) -> tuple[Api, RequestBody]:
         session = self._session
         continued = session.emitted.continued
         if continued is None:
@@ -179,10 +178,10 @@ class Attempt(Holding):
         raise NotImplementedError
 
     @property
-    def targets(self) -> "tuple[Target, ...]":
+    def targets(self) -> tuple[Target, ...]:
         return (self.engine.target,)
 
-    def leg_at(self, target: "Target") -> "Leg | None":
+    def leg_at(self, target: Target) -> Leg | None:
         return self.leg if self.engine.target == target else None
 
     def pause(self) -> None:
@@ -202,16 +201,16 @@ class Attempt(Holding):
             self._again.cancel()
             self._again = None
 
-    def wait(self, delay_s: float, again: "Callable[[], None]") -> None:
+    def wait(self, delay_s: float, again: Callable[[], None]) -> None:
         """Begin what comes next after a while. Until then the request is bound as it was."""
         self._again = self._session.context.call_later(delay_s, again)
 
-    def fail(self, failure: "Failure") -> None:
+    def fail(self, failure: Failure) -> None:
         session = self._session
         trace_failure(session.record, self.leg, failure.reason, session.context.clock())
         self.close()
 
-    def _send_again(self, error: "WireError") -> bool:
+    def _send_again(self, error: WireError) -> bool:
         """Send once more what was lost with a reused connection, on a new one; return whether it is sent.
 
         For legs that nothing is lost by if they were done twice.
@@ -224,14 +223,14 @@ class Attempt(Holding):
 
     def _post(
         self,
-        api: "Api",
+        api: Api,
         headers: bytes,
-        body: "Payload",
-        handler: "ResponseHandler",
+        body: Payload,
+        handler: ResponseHandler,
         timeout_s: float,
         *,
         expires_s: float | None = None,
-        lines: "LineHandler | None" = None,
+        lines: LineHandler | None = None,
     ) -> None:
         session = self._session
         self.posted_s = session.context.clock()
@@ -286,9 +285,9 @@ class Session:
         *,
         ticket: events.Ticket,
         shape: Shape,
-        body: "RequestBody",
+        body: RequestBody,
         headers: bytes,
-        reply: "Reply",
+        reply: Reply,
         record: RequestRecord,
     ) -> None:
         self.number = number
@@ -323,7 +322,7 @@ class Session:
         self.recovery = Recovery(host.context.legs)
 
     @property
-    def body(self) -> "RequestBody":
+    def body(self) -> RequestBody:
         """What the client sent. It is large, and gone once nothing can be sent again."""
         assert self._body is not None, f"the body of request {self.number} is released"
         return self._body
@@ -381,7 +380,7 @@ class Session:
 
     # What the driver says.
 
-    def asks_itself(self, engine: "Prefiller | Rank") -> bool:
+    def asks_itself(self, engine: Prefiller | Rank) -> bool:
         """Note the engine of the next leg; return whether this session moves the bytes to it and back."""
         del engine
         return True
@@ -537,7 +536,7 @@ class Session:
         self.decodes, self.record.cached_tokens, self.prompt_usage = False, None, None
         self.host.feed(self._prefiller_lost())
 
-    def prefill_was_all(self, message: "Mapping[str, Any]") -> None:
+    def prefill_was_all(self, message: Mapping[str, Any]) -> None:
         """Answer with the one token of the prefill, behind which nothing comes."""
         self._enter(Phase.ENDED)
         answer_shortly(self.answer, self.shape, self.body, message)
@@ -546,7 +545,7 @@ class Session:
 
     # What the engine answers that does the request.
 
-    def began(self, attempt: Attempt, status: int, headers: "Headers", *, keeps_body: bool) -> None:
+    def began(self, attempt: Attempt, status: int, headers: Headers, *, keeps_body: bool) -> None:
         """Open the client's stream, unless it is open."""
         self._enter(STREAMING, attempt)
         if not self.answer.opened:
@@ -567,7 +566,7 @@ class Session:
         else:
             self._end(events.RequestFinished(self.number), OK)
 
-    def answered(self, headers: "Headers", body: bytes, served: LegSucceeded) -> None:
+    def answered(self, headers: Headers, body: bytes, served: LegSucceeded) -> None:
         self._enter(ENDED)
         self.answer.send(200, headers, body)
         self.host.feed(events.RequestFinished(self.number), served)
@@ -658,7 +657,7 @@ class Session:
         else:
             self._give_up(attempt, failure)
 
-    def engine_died(self, engine: "Prefiller | Rank", sent_s: float, *, said: bool) -> bool:
+    def engine_died(self, engine: Prefiller | Rank, sent_s: float, *, said: bool) -> bool:
         """Note that an engine died under the prompt; return whether another one may have it."""
         if isinstance(engine, Prefiller) or not engine.doomed:  # Else it died with its group.
             died = EngineDied(
@@ -780,7 +779,7 @@ def _judge(
     return recovery.after(leg, failure, rule.then)
 
 
-def _run(session: Session, what: str, do: "Callable[[], None]") -> None:
+def _run(session: Session, what: str, do: Callable[[], None]) -> None:
     try:
         do()
     except Exception as error:

@@ -1,5 +1,6 @@
 """The seam between one request and the driver: a context to read, and data that goes either way."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -15,14 +16,12 @@ from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
 from balanceroute.proxy.live.openai.body import RequestBody, dump
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, SAMPLING, Api
+from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.telemetry.record import RequestRecord
+from balanceroute.proxy.wire.http1.pump import Pump
 
 if TYPE_CHECKING:
-    import asyncio
-
     from balanceroute.proxy.live.request.continued import Continued
-    from balanceroute.proxy.live.request.leg_settings import LegSettings
-    from balanceroute.proxy.wire.http1.pump import Pump
 
 
 # Prompts that may be what kills engines: under which engines have died, for five minutes each.
@@ -165,7 +164,7 @@ class Suspects:
         self._latest: dict[Target, Death] = {}
         self._first_of: dict[Target, Death] = {}  # By group.
 
-    def of(self, endpoint: str, body: "RequestBody") -> bytes:
+    def of(self, endpoint: str, body: RequestBody) -> bytes:
         """Return what names a prompt: a hash of all that an engine computes of a request."""
         beside, sampling = _BESIDE, b""
         if endpoint == Api.GENERATE.value:  # There they stand in a member of their own.
@@ -301,11 +300,11 @@ class Suspects:
 class SessionContext:
     """What all sessions of a process share."""
 
-    connector: "Connector"  # Says what KV parameters each leg has.
-    legs: "LegSettings"  # Time limits and retries.
+    connector: Connector  # Says what KV parameters each leg has.
+    legs: LegSettings  # Time limits and retries.
     clock: Callable[[], float]  # The loop's time, in seconds.
     uptime_s: Callable[[], float]  # What leases are measured by; see `Environment`.
-    call_later: "Callable[[float, Callable[[], None]], asyncio.TimerHandle]"  # The loop's.
+    call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle]  # The loop's.
     unique: Callable[[], str]  # Returns a token that no other leg has.
     stalls: "StallWatch"  # Tells what is new from what waited while the process stood still.
     observe_gap: Callable[[float], None]  # Called with the seconds between two pieces of a stream.
@@ -315,10 +314,10 @@ class SessionContext:
     hand_offs: dict[str, Callable[[Mapping[str, Any]], None]] = field(default_factory=dict)
     suspects: Suspects = field(default_factory=Suspects)  # Prompts under which engines have died.
     # Returns the header line that names a prompt to prefillers; None if their events name none.
-    name_prompt: "Callable[[Api, RequestBody, Ticket], bytes] | None" = None
+    name_prompt: Callable[[Api, RequestBody, Ticket], bytes] | None = None
     # Keeps what the client has of an answer that may go on elsewhere; None if none may.
     resuming: "type[Continued] | None" = None
-    pump: "Pump | None" = None  # Moves the ordinary events of streams; None if nobody else does.
+    pump: Pump | None = None  # Moves the ordinary events of streams; None if nobody else does.
 
 
 class Host(Protocol):
@@ -327,7 +326,7 @@ class Host(Protocol):
     @property
     def context(self) -> SessionContext: ...
 
-    def feed(self, event: "Event", *implied: "Report") -> None:
+    def feed(self, event: Event, *implied: "Report") -> None:
         """Take note of what an event implies, give it to the scheduler, and perform what it decides.
 
         A `PrefillDone` implies the `LegSucceeded` of its prefiller, and `PromptCounted` of a prompt
@@ -338,9 +337,7 @@ class Host(Protocol):
     def report(self, report: "Report") -> None:
         """Take note of something."""
 
-    def may_retry(
-        self, leg: str, fault: "Fault", *, pulled_from: "PrefillerId | None" = None
-    ) -> bool:
+    def may_retry(self, leg: str, fault: Fault, *, pulled_from: PrefillerId | None = None) -> bool:
         """Return whether the retry budget allows one more attempt, and count it.
 
         Args:
@@ -351,17 +348,17 @@ class Host(Protocol):
         """
 
     def choose_prefiller(
-        self, number: "RequestId", other_than: "PrefillerId | None"
-    ) -> "Prefiller | None":
+        self, number: RequestId, other_than: PrefillerId | None
+    ) -> Prefiller | None:
         """Return who takes a prefill that a decode rank called for; None if nobody can.
 
         Whoever it is counts as busy until a `RemotePrefillEnded`.
         """
 
-    def group_of(self, engine: "Prefiller | Rank") -> Target:
+    def group_of(self, engine: Prefiller | Rank) -> Target:
         """Return what names all engines that end with one: the first of them."""
 
-    def crashed(self, number: "RequestId", request_id: str, what: str, error: Exception) -> None:
+    def crashed(self, number: RequestId, request_id: str, what: str, error: Exception) -> None:
         """End a session whose handling failed."""
 
 
@@ -478,7 +475,7 @@ class KvHandle:
 
     def __init__(
         self,
-        prefiller: "Prefiller",
+        prefiller: Prefiller,
         params: bytes | None,
         expires_s: float | None = None,
     ) -> None:

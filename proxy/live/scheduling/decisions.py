@@ -9,7 +9,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from balanceroute.proxy.core.events import (
     AbortDecode,
@@ -18,6 +20,7 @@ from balanceroute.proxy.core.events import (
     Admit,
     DecodeLost,
     DecodeStarted,
+    Eligible,
     Event,
     Expire,
     OthersOnRank,
@@ -40,28 +43,19 @@ from balanceroute.proxy.core.events import (
     Tick,
 )
 from balanceroute.proxy.core.lifecycle import LifecycleState, Request
+from balanceroute.proxy.core.scheduler import Scheduler
+from balanceroute.proxy.live.engines.health import Health
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Role, Status
+from balanceroute.proxy.live.prediction import PredictorSet
 from balanceroute.proxy.live.request.decode_attempt import start_decode, start_prefill
+from balanceroute.proxy.live.request.session import Session
+from balanceroute.proxy.live.request.shared import SessionContext
 from balanceroute.proxy.live.scheduling.isolation import Apart, Isolation
 from balanceroute.proxy.live.scheduling.progress import Progress
 from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto, StreamLooks
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from balanceroute.proxy.core.events import Eligible
-    from balanceroute.proxy.core.scheduler import Scheduler
-    from balanceroute.proxy.live.engines.health import Health
-    from balanceroute.proxy.live.prediction import PredictorSet
-    from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.live.request.shared import SessionContext
-    from balanceroute.proxy.live.telemetry.component_metrics import (
-        DecisionFailures,
-    )
-    from balanceroute.proxy.live.telemetry.metrics import Metrics
-    from balanceroute.proxy.live.telemetry.record import Log
-
+from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
+from balanceroute.proxy.live.telemetry.metrics import Metrics
+from balanceroute.proxy.live.telemetry.record import Log
 
 # When the next decision comes.
 
@@ -145,11 +139,11 @@ class StageTimes:
 class Observers:
     """Who takes note of what happens, besides the scheduler."""
 
-    health: "Health"  # Told how legs end.
-    predictors: "PredictorSet"  # Told of every request; asked by the core.
-    metrics: "Metrics"  # Told of everything countable.
-    failures: "DecisionFailures"  # Told of exceptions, none of which ends service.
-    log: "Log"  # Told of every request that ended.
+    health: Health  # Told how legs end.
+    predictors: PredictorSet  # Told of every request; asked by the core.
+    metrics: Metrics  # Told of everything countable.
+    failures: DecisionFailures  # Told of exceptions, none of which ends service.
+    log: Log  # Told of every request that ended.
     stages: StageTimes  # Told by the policy of each stage of a decision.
 
 
@@ -185,14 +179,14 @@ class Decisions:
 
     def __init__(
         self,
-        scheduler: "Scheduler",
-        instances: "Instances",
-        sessions: "Mapping[RequestId, Session]",
-        context: "SessionContext",
+        scheduler: Scheduler,
+        instances: Instances,
+        sessions: Mapping[RequestId, Session],
+        context: SessionContext,
         *,
         observers: Observers,
         settings: DriverSettings,
-        began: "Callable[[Session], None]",
+        began: Callable[[Session], None],
     ) -> None:
         loop = asyncio.get_running_loop()
         self.isolation = Isolation(self.feed, scheduler.requests, sessions, observers.failures)
@@ -326,7 +320,7 @@ class Decisions:
         finally:
             self._performing = False
 
-    def _start(self, session: "Session", action: StartPrefill | Admit) -> None:
+    def _start(self, session: Session, action: StartPrefill | Admit) -> None:
         """Give a request to an engine, unless that is forbidden by now."""
         if self._forbids is not None and (reason := self._forbids()):
             session.give_up(reason)
@@ -343,7 +337,7 @@ class Decisions:
             if session.asks_itself(rank):
                 start_decode(session, rank)
 
-    def _act(self, session: "Session", action: Action) -> None:
+    def _act(self, session: Session, action: Action) -> None:
         # Ordered by frequency. The two of every request are not found by `isinstance` or `match`: a struct's
         # class is asked for its instances by a call.
         if type(action) is StartPrefill or type(action) is Admit:
@@ -433,7 +427,7 @@ class OpenInstances:
         self._grow()
         self._sort()
 
-    def at_barrier(self, bound: "NDArray[np.int64]") -> list[RankId]:
+    def at_barrier(self, bound: NDArray[np.int64]) -> list[RankId]:
         """Return the ranks whose loads make the barrier: those that are open, and those that still have requests.
 
         So a rank that is drained, quarantined, asleep or new does not count as idle while nothing is to go
@@ -570,7 +564,7 @@ class Stranded:
     """
 
     def __init__(
-        self, scheduler: "Scheduler", instances: "Instances", settings: DriverSettings
+        self, scheduler: Scheduler, instances: Instances, settings: DriverSettings
     ) -> None:
         self._scheduler = scheduler
         self._instances = instances
@@ -582,7 +576,7 @@ class Stranded:
         """Forget what was seen before: nothing was checked meanwhile."""
         self._unready_since_s.clear()
 
-    def due(self, now_s: float) -> "Iterator[tuple[RequestId, str]]":
+    def due(self, now_s: float) -> Iterator[tuple[RequestId, str]]:
         """Yield the requests to refuse and why, each when the one before it is gone."""
         if self._scheduler.intake.held:
             self._unready_since_s.clear()  # They wait for an administrator.
@@ -603,10 +597,10 @@ class Stranded:
                     due = [one.request for one in waiting if _kind(one) == kind]
                     yield from ((number, reason) for number in due)
 
-    def _lacks(self, eligible: "Eligible | None", prefill: bool) -> bool:
+    def _lacks(self, eligible: Eligible | None, prefill: bool) -> bool:
         missing = self._instances.missing_for(eligible)
         return Role.DECODE in missing or (prefill and Role.PREFILL in missing)
 
 
-def _kind(request: "Request") -> "tuple[Eligible | None, bool]":
+def _kind(request: Request) -> tuple[Eligible | None, bool]:
     return request.ticket.eligible, request.ticket.prefill

@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 
 from balanceroute.proxy.core.admission import Admission, Ending, Refusal
 from balanceroute.proxy.core.events import (
+    Eligible,
     Event,
     PrefillerId,
     RankId,
@@ -25,15 +26,21 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.core.scheduler import Scheduler, placed
+from balanceroute.proxy.live.connectors import Connector
 from balanceroute.proxy.live.engines.engine_url import Fault
+from balanceroute.proxy.live.engines.health import Health
 from balanceroute.proxy.live.engines.instances import (
     Instances,
     KvTransfers,
     Prefiller,
+    Rank,
     Role,
+    Target,
     process_of,
 )
+from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Shape, TokenEstimate
+from balanceroute.proxy.live.openai.urgency import Urgency
 from balanceroute.proxy.live.prediction import ticket_features
 from balanceroute.proxy.live.request.leg_settings import Direct, guessed_tokens
 from balanceroute.proxy.live.request.session import Session
@@ -57,20 +64,13 @@ from balanceroute.proxy.live.scheduling.decisions import (
     DriverSettings,
     Observers,
 )
+from balanceroute.proxy.live.scheduling.progress import Progress
+from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.record import OK, RequestRecord
+from balanceroute.proxy.wire.http1.server import Reply
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.events import Eligible
-    from balanceroute.proxy.live.connectors import Connector
-    from balanceroute.proxy.live.engines.health import Health
-    from balanceroute.proxy.live.engines.instances import Rank, Target
-    from balanceroute.proxy.live.openai.body import RequestBody
-    from balanceroute.proxy.live.openai.urgency import Urgency
-    from balanceroute.proxy.live.scheduling.progress import Progress
     from balanceroute.proxy.live.scheduling.scraped_loads import RankPaces
-    from balanceroute.proxy.live.telemetry.metrics import Metrics
-    from balanceroute.proxy.wire.http1.server import Reply
-
 
 # Requests leave an engine that does not answer any more, and KV caches that died with one.
 #
@@ -82,12 +82,12 @@ if TYPE_CHECKING:
 # take prompts.
 
 
-def sessions_on(sessions: "Mapping[RequestId, Session]", target: "Target") -> "list[Session]":
+def sessions_on(sessions: Mapping[RequestId, Session], target: Target) -> list[Session]:
     """Return the requests in flight on an instance, of all live ones."""
     return [session for session in sessions.values() if target in session.targets]
 
 
-def in_flight(sessions: "Mapping[RequestId, Session]") -> "Counter[Target]":
+def in_flight(sessions: Mapping[RequestId, Session]) -> Counter[Target]:
     """Return how many requests are in flight on each instance that has some."""
     return Counter(target for session in sessions.values() for target in {*session.targets})
 
@@ -103,9 +103,9 @@ class LostEngines:
 
     def __init__(
         self,
-        sessions: "Mapping[RequestId, Session]",
+        sessions: Mapping[RequestId, Session],
         call_soon: Callable[[Callable[[], None]], object],
-        group_ended: "Callable[[Target], None]",
+        group_ended: Callable[[Target], None],
     ) -> None:
         self._sessions = sessions
         self._call_soon = call_soon
@@ -114,25 +114,25 @@ class LostEngines:
         self._gone: set[Target] = set()
         self._lost_kv = False
 
-    def gone(self, target: "Target") -> None:
+    def gone(self, target: Target) -> None:
         if not self._gone:
             self._call_soon(self._leave)
         self._gone.add(target)
         self.died(target)
 
-    def died(self, target: "Target") -> None:
+    def died(self, target: Target) -> None:
         """Note that an engine is dead, though its server may answer."""
         if target.role is Role.DECODE:
             self._group_ended(target)
 
-    def kv_lost(self, prefiller: "Prefiller") -> None:
+    def kv_lost(self, prefiller: Prefiller) -> None:
         """Note that the KV caches which a prefiller has handed out so far are no more."""
         prefiller.lost_kv += 1
         if not self._lost_kv:
             self._lost_kv = True
             self._call_soon(self._drop_lost_kv)
 
-    def engine_seen(self, prefiller: "Prefiller", engine_id: str) -> None:
+    def engine_seen(self, prefiller: Prefiller, engine_id: str) -> None:
         """Note an id of the engine behind a prefiller's address, which is new with each start."""
         engine = process_of(engine_id)
         if engine in prefiller.engines:
@@ -207,12 +207,12 @@ class Feedback:
     def __init__(
         self,
         table: "SessionTable",
-        instances: "Instances",
-        progress: "Progress",
+        instances: Instances,
+        progress: Progress,
         observers: Observers,
         *,
-        transfers: "KvTransfers",
-        lost: "LostEngines",
+        transfers: KvTransfers,
+        lost: LostEngines,
         admission: Admission,
         now_ns: Callable[[], int],
     ) -> None:
@@ -257,7 +257,7 @@ class Feedback:
 
     def choose_prefiller(
         self, number: RequestId, rank: RankId | None, other_than: PrefillerId | None
-    ) -> "Prefiller | None":
+    ) -> Prefiller | None:
         """Return the open prefiller with the fewest hand-offs, another than the last if there is.
 
         It fits the rank that asks. If none is open, crowded ones are: the decode rank waits with its
@@ -378,7 +378,7 @@ class SessionTable:
         self._arrived += 1
         return number
 
-    def add(self, session: "Session") -> None:
+    def add(self, session: Session) -> None:
         self.live[session.number] = session
         self._waiting.add(session.number)
         request_id = session.record.request_id
@@ -391,7 +391,7 @@ class SessionTable:
         self._waiting.discard(number)
         return waited
 
-    def remove(self, number: RequestId, record: "RequestRecord") -> bool:
+    def remove(self, number: RequestId, record: RequestRecord) -> bool:
         """Forget a request that is over; return whether an engine was given it."""
         del self.live[number]
         others = self._ids.pop(record.request_id) - 1
@@ -426,29 +426,29 @@ class SessionTable:
 class Arrival(Struct, frozen=True):
     """One request."""
 
-    shape: "Shape"
-    eligible: "Eligible | None"  # The engines of its model; None for all.
+    shape: Shape
+    eligible: Eligible | None  # The engines of its model; None for all.
     # What its client expects one sequence to emit; None if it does not say.
     expected_tokens: int | None
-    urgency: "Urgency"
+    urgency: Urgency
     tenant: str  # Whose it is; empty if tenants are not told apart.
     session: int  # See `Ticket`.
     early_token: bool  # See `Ticket`.
     # Whether its model is an adapter: its token ids are not all that its blocks depend on.
     adapter: bool
-    body: "RequestBody"
+    body: RequestBody
     # Returns the lines of every engine leg, given what the engines are to call the request.
-    headers: "Callable[[str], bytes]"
-    reply: "Reply"
-    record: "RequestRecord"  # What is known of it.
-    refuse: "Callable[[Refusal], None]"  # Answers the client that it is refused.
+    headers: Callable[[str], bytes]
+    reply: Reply
+    record: RequestRecord  # What is known of it.
+    refuse: Callable[[Refusal], None]  # Answers the client that it is refused.
     # Makes the session, given its number, the driver, and by name what it is about.
-    make: "Callable[..., Session]" = Session
+    make: Callable[..., Session] = Session
     # Hashes of the prompt's blocks that its client gave, and the tokens of one; see `Ticket`.
     blocks: tuple[int, ...] = ()
     block_tokens: float = 0.0
 
-    def ticket(self, prompt_tokens: int, context: "SessionContext") -> Ticket:
+    def ticket(self, prompt_tokens: int, context: SessionContext) -> Ticket:
         """Return what the scheduler is to know of it; `prompt_tokens` may be an estimate."""
         shape = self.shape
         decode = (
@@ -517,7 +517,7 @@ class Driver:
 
     def __init__(
         self,
-        scheduler: "Scheduler",
+        scheduler: Scheduler,
         instances: Instances,
         context: SessionContext,
         observers: Observers,
@@ -564,7 +564,7 @@ class Driver:
         )
         self.report = self._feedback.take  # Takes note of something; see `Feedback.take`.
 
-    def _make_transfers(self, health: "Health", metrics: "Metrics") -> KvTransfers:
+    def _make_transfers(self, health: Health, metrics: Metrics) -> KvTransfers:
         return KvTransfers(
             health.enough,
             pulling=lambda: [
@@ -585,7 +585,7 @@ class Driver:
         """Return the length of a request's prompt, which may be an estimate."""
         return self._feedback.estimate.tokens(shape)
 
-    def refuse(self, ticket: Ticket, record: "RequestRecord") -> Refusal | None:
+    def refuse(self, ticket: Ticket, record: RequestRecord) -> Refusal | None:
         """Return why a request that comes now cannot be taken, or None."""
         if self.draining:
             return Refusal(503, "the proxy is shutting down", 1)
@@ -685,7 +685,7 @@ class Driver:
         """Whether nothing is kept for any request, past or present."""
         return self.table.idle and not self.context.hand_offs and self.decisions.progress.idle
 
-    def use_connector(self, connector: "Connector") -> None:
+    def use_connector(self, connector: Connector) -> None:
         """Take another connector from the next request on."""
         self.context = replace(self.context, connector=connector)
 
@@ -742,7 +742,7 @@ class Driver:
         rank = None if request is None else request.rank
         return self._feedback.choose_prefiller(number, rank, other_than)
 
-    def group_of(self, engine: "Prefiller | Rank") -> "Target":
+    def group_of(self, engine: Prefiller | Rank) -> Target:
         return self.instances.groups.first(engine)
 
     def crashed(self, number: RequestId, request_id: str, what: str, error: Exception) -> None:

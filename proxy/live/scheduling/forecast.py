@@ -1,11 +1,9 @@
 """What latency a request would meet in a deployment if it were sent there now."""
 
 from math import inf
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.openai.shape import Shape
-    from balanceroute.proxy.live.scheduling.driver import Driver
+from balanceroute.proxy.live.openai.shape import Shape
+from balanceroute.proxy.live.scheduling.driver import Driver
 
 _NS_PER_MS = 1e6
 
@@ -21,10 +19,10 @@ class Forecast:
     the length of this one.
     """
 
-    def __init__(self, driver: "Driver") -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    def __call__(self, shape: "Shape") -> tuple[float, float]:
+    def __call__(self, shape: Shape) -> tuple[float, float]:
         """Return the time per output token and to the first one, in ms; inf if no rank is open."""
         driver, scheduler = self._driver, self._driver.scheduler
         ranks = [rank.id for rank in driver.instances.ranks if rank.open]

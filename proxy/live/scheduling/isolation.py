@@ -5,7 +5,7 @@ Exceptions of its handling stop at `Isolation`. Requests whose engines died are 
 
 import asyncio
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVarTuple
+from typing import TypeVarTuple
 
 from balanceroute.proxy.core.events import (
     Admit,
@@ -19,13 +19,11 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
 )
 from balanceroute.proxy.core.lifecycle import PREFILLING
+from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Target
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.core.scheduler import Scheduler
-    from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.live.request.shared import Suspects
-    from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
+from balanceroute.proxy.live.request.session import Session
+from balanceroute.proxy.live.request.shared import Suspects
+from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
 
 _Arguments = TypeVarTuple("_Arguments")
 
@@ -41,8 +39,8 @@ class Isolation:
         self,
         feed: Callable[[Event], None],
         requests: Container[RequestId],
-        sessions: "Mapping[RequestId, Session]",
-        failures: "DecisionFailures",
+        sessions: Mapping[RequestId, Session],
+        failures: DecisionFailures,
     ) -> None:
         self.failures = failures
         self._feed = feed
@@ -61,7 +59,7 @@ class Isolation:
 
     def run_for(
         self,
-        session: "Session",
+        session: Session,
         what: str,
         do: Callable[[*_Arguments], object],
         *args: *_Arguments,
@@ -90,7 +88,7 @@ class Isolation:
             self.end(session, what)
         self._ending.discard(number)
 
-    def end(self, session: "Session", what: str) -> None:
+    def end(self, session: Session, what: str) -> None:
         """End a request whose handling failed, unless it is over. The scheduler knows."""
         for do in (session.crash, session.abandon):
             if session.number in self._sessions:
@@ -118,14 +116,14 @@ class Apart:
 
     def __init__(
         self,
-        suspects: "Suspects",
-        scheduler: "Scheduler",
-        sessions: Mapping[RequestId, "Session"],
-        instances: "Instances",
-        isolation: "Isolation",
+        suspects: Suspects,
+        scheduler: Scheduler,
+        sessions: Mapping[RequestId, Session],
+        instances: Instances,
+        isolation: Isolation,
         *,
-        start: "Callable[[Session, StartPrefill | Admit], None]",
-        feed: "Callable[[Event], None]",
+        start: Callable[[Session, StartPrefill | Admit], None],
+        feed: Callable[[Event], None],
     ) -> None:
         self.on: dict[RequestId, Target | None] = {}
         self._suspects = suspects
@@ -180,7 +178,7 @@ class Apart:
 
     def _engines(
         self, action: StartPrefill | Admit
-    ) -> "tuple[Sequence[Prefiller | Rank], Prefiller | Rank]":
+    ) -> tuple[Sequence[Prefiller | Rank], Prefiller | Rank]:
         if isinstance(action, StartPrefill):
             return self._instances.prefillers, self._instances.prefillers[action.prefiller]
         return self._instances.ranks, self._instances.ranks[action.rank]

@@ -3,31 +3,27 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from balanceroute.proxy.core.events import (
     DecodeLost,
     DecodeStarted,
     Event,
     PrefillLost,
+    RankId,
     RequestId,
     RequestRecomputed,
     StepCompleted,
     TokensEmitted,
 )
+from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.core.subset import idle_tokens
+from balanceroute.proxy.live.request.session import Session
+from balanceroute.proxy.live.request.shared import StreamLent, StreamReturned
 from balanceroute.proxy.live.telemetry.record import OK
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from balanceroute.proxy.core.events import RankId
-    from balanceroute.proxy.core.scheduler import Scheduler
-    from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.live.request.shared import StreamLent, StreamReturned
-
 
 # The decode fleet's steps, inferred from the token counts of the streams.
 #
@@ -210,7 +206,7 @@ class PumpedCounts(PulledCounts["Session"]):
         tokens: int[slots], of each stream that is away; the pump writes it.
     """
 
-    def __init__(self, tokens: "NDArray[np.uint32]") -> None:
+    def __init__(self, tokens: NDArray[np.uint32]) -> None:
         super().__init__()
         self._started: dict[RequestId, Session] = {}
         self._tokens = tokens
@@ -223,16 +219,16 @@ class PumpedCounts(PulledCounts["Session"]):
         self._slots = np.zeros(0, np.int64)
         self._places = np.zeros(0, np.int64)
 
-    def start(self, request: "Session", place: int) -> None:
+    def start(self, request: Session, place: int) -> None:
         super().start(request, place)
         self._started[request.number] = request
 
-    def stop(self, request: "Session") -> None:
+    def stop(self, request: Session) -> None:
         """Note that a request is not started any more; its stream, of which nothing comes, is here."""
         super().stop(request)
         self._started.pop(request.number, None)
 
-    def lent(self, number: "RequestId", slot: int) -> None:
+    def lent(self, number: RequestId, slot: int) -> None:
         """Read how far a request is in a slot, if it has started; others have no rank."""
         request = self._started.get(number)
         if request is not None:
@@ -261,7 +257,7 @@ class PumpedCounts(PulledCounts["Session"]):
         middle = len(places) // 2
         return max(0, int(np.partition(places, middle)[middle]) - steps)
 
-    def corrected(self, steps: int, tolerance: int) -> "list[tuple[Session, int]]":
+    def corrected(self, steps: int, tolerance: int) -> list[tuple[Session, int]]:
         corrections = super().corrected(steps, tolerance)
         off = self._places - steps
         (which,) = (np.abs(off) > tolerance).nonzero()
@@ -293,7 +289,7 @@ class BarrierIdle:
         # The number of a bucket since the clock's zero, and both sums in it.
         self._buckets: deque[tuple[int, int, int]] = deque(maxlen=BUCKETS)
 
-    def add(self, steps: int, loads: "NDArray[np.int64]", now_s: float) -> None:
+    def add(self, steps: int, loads: NDArray[np.int64], now_s: float) -> None:
         """Note `steps` steps that had these loads, int64[G]."""
         tokens: list[int] = loads.tolist()
         idle, capacity = steps * idle_tokens(tokens), steps * len(tokens) * max(tokens)
@@ -336,10 +332,10 @@ class Progress:
 
     def __init__(
         self,
-        scheduler: "Scheduler",
+        scheduler: Scheduler,
         feed: Callable[[Event], None],
         clock: Callable[[], float],
-        pumped: "NDArray[np.uint32] | None" = None,
+        pumped: NDArray[np.uint32] | None = None,
     ) -> None:
         self.started: dict[RequestId, Session] = {}  # The requests in their rank's batch.
         self.steps = StepClock()  # The inferred steps.
@@ -356,12 +352,12 @@ class Progress:
     def idle(self) -> bool:
         return not self.started and not self._unheard
 
-    def admitted(self, session: "Session") -> None:
+    def admitted(self, session: Session) -> None:
         """Note that a request is on its way to its rank."""
         if not session.shape.stream:
             self._unheard[session.number] = session, self._clock()
 
-    def began(self, session: "Session") -> None:
+    def began(self, session: Session) -> None:
         """Note that a stream began: its request is in its rank's batch."""
         self._join(session)
         assert session.record.admitted_ns is not None
@@ -386,15 +382,15 @@ class Progress:
         session.prefill_again()
         return RequestRecomputed(number, elsewhere=True)
 
-    def lent(self, report: "StreamLent") -> None:
+    def lent(self, report: StreamLent) -> None:
         assert isinstance(self._counts, PumpedCounts)
         self._counts.lent(report.request, report.slot)
 
-    def returned(self, report: "StreamReturned") -> None:
+    def returned(self, report: StreamReturned) -> None:
         assert isinstance(self._counts, PumpedCounts)
         self._counts.returned(report.slot)
 
-    def ended(self, session: "Session") -> None:
+    def ended(self, session: Session) -> None:
         """Forget a request that is over, and learn from a whole answer how long a step is."""
         number, record = session.number, session.record
         self._leave(number)
@@ -405,7 +401,7 @@ class Progress:
         if rounds >= _TELLING:  # A short answer's time is mostly not that of its steps.
             self.steps.observe_answer((record.ended_ns - record.admitted_ns) / 1e9 / rounds)
 
-    def follow(self, serving: "Sequence[RankId]") -> None:
+    def follow(self, serving: Sequence[RankId]) -> None:
         """Bring the mirror up to date; `serving` are the ranks whose loads make the barrier."""
         now_s = self._clock()
         for number, (session, since_s) in list(self._unheard.items()):
@@ -432,13 +428,13 @@ class Progress:
         # As far as the step clock tells.
         return self._scheduler.emitted(number) // session.shape.sequences
 
-    def _join(self, session: "Session") -> None:
+    def _join(self, session: Session) -> None:
         """Follow a request that joins its rank's batch."""
         self._unheard.pop(session.number, None)
         self.started[session.number] = session
         self._counts.start(session, self.steps.steps)
 
-    def _leave(self, number: RequestId) -> "Session | None":
+    def _leave(self, number: RequestId) -> Session | None:
         session = self.started.pop(number, None)
         if session is not None:
             self._counts.stop(session)

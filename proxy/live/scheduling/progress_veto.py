@@ -22,20 +22,16 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.core.lifecycle import DECODING, Request
+from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.core.steps import FLOOR_S, STEPS, UNKNOWN_S, RankProgress, Sighting
+from balanceroute.proxy.live.engines.health import Health
 from balanceroute.proxy.live.engines.instances import Instances, Rank, Status, Target
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
-    from balanceroute.proxy.core.scheduler import Scheduler
-    from balanceroute.proxy.live.engines.health import Health
-    from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.live.scheduling.progress import Progress
-
+from balanceroute.proxy.live.request.session import Session
+from balanceroute.proxy.live.scheduling.progress import Progress
 
 _log = logging.getLogger(__name__)
 _BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
@@ -67,7 +63,7 @@ class _Veto:
     # How long the first token of a trial may take, beside what is usual.
     allowed_s: float = FLOOR_S
     ended_s: float | None = None  # When its last trial succeeded; None before.
-    timer: "asyncio.TimerHandle | None" = None  # Of the next trial.
+    timer: asyncio.TimerHandle | None = None  # Of the next trial.
 
     def stop(self) -> None:
         if self.timer is not None:
@@ -79,7 +75,7 @@ class _Here:
     """What the ranks have at one moment, looked up together: a look at all requests for each would take long."""
 
     def __init__(
-        self, requests: "Mapping[RequestId, Request]", sessions: "Mapping[RequestId, Session]"
+        self, requests: Mapping[RequestId, Request], sessions: Mapping[RequestId, Session]
     ) -> None:
         # What each rank has, by rank.
         self.on: defaultdict[RankId, list[tuple[Request, Session]]] = defaultdict(list)
@@ -96,7 +92,7 @@ class _Here:
             if not request.started and _computes(session):
                 self.computing[rank] += request.prompt_tokens
 
-    def waiting(self, rank: "RankId") -> "Iterator[tuple[Session, int]]":
+    def waiting(self, rank: RankId) -> Iterator[tuple[Session, int]]:
         """Yield the streams that a rank has yet to begin, and the lengths of their prompts.
 
         Not those whose prompts are still computed by a prefiller that the rank called.
@@ -108,7 +104,7 @@ class _Here:
                 yield session, request.prompt_tokens
 
 
-def _computes(session: "Session") -> bool:
+def _computes(session: Session) -> bool:
     """Return whether the rank that has a request computes its prompt."""
     return session.record.local_prefill or bool(session.shape.direct)
 
@@ -127,13 +123,13 @@ class ProgressVeto:
 
     def __init__(
         self,
-        scheduler: "Scheduler",
-        sessions: "Mapping[RequestId, Session]",
-        instances: "Instances",
-        progress: "Progress",
+        scheduler: Scheduler,
+        sessions: Mapping[RequestId, Session],
+        instances: Instances,
+        progress: Progress,
         *,
-        health: "Health",
-        reopen: "Callable[[Iterable[Rank]], None]",
+        health: Health,
+        reopen: Callable[[Iterable[Rank]], None],
         active: bool,
     ) -> None:
         self.vetoes: Counter[RankId] = Counter()  # How often each rank was left out.
@@ -157,7 +153,7 @@ class ProgressVeto:
         """Take in what is seen of the ranks; see `RankProgress.look`."""
         self._ranks.look(self._clock(), elapsed_s, sightings)
 
-    def limit_s(self, rank: "RankId") -> float | None:
+    def limit_s(self, rank: RankId) -> float | None:
         """Return for how long a rank may be silent; None while its pace is not known."""
         return self._ranks.limit_s(rank, self._clock())
 
@@ -187,7 +183,7 @@ class ProgressVeto:
             self._review(self._instances.ranks[number], veto)
         self._tell_standstill()
 
-    def group_ended(self, target: "Target") -> None:
+    def group_ended(self, target: Target) -> None:
         """Leave out the ranks of a data-parallel group of which one has died."""
         doomed = [
             rank
@@ -218,7 +214,7 @@ class ProgressVeto:
 
     # Out.
 
-    def _leave_out(self, rank: "Rank", silent_s: float, limit_s: float) -> None:
+    def _leave_out(self, rank: Rank, silent_s: float, limit_s: float) -> None:
         if rank.status is Status.UP and not self._can_spare(rank):
             return
         fields = {
@@ -263,7 +259,7 @@ class ProgressVeto:
                 self._leave_out(rank, max(overdue), limit_s)
                 stepping = self._ranks.stepping(now_s)
 
-    def _can_spare(self, rank: "Rank") -> bool:
+    def _can_spare(self, rank: Rank) -> bool:
         domains: dict[
             tuple[bool, int], bool
         ] = {}  # Whether one of its ranks is down, by group or rank.
@@ -276,12 +272,12 @@ class ProgressVeto:
             return True
         return (sum(domains.values()) + 1) * 2 <= len(domains)
 
-    def _domain(self, rank: "Rank") -> tuple[bool, int]:
+    def _domain(self, rank: Rank) -> tuple[bool, int]:
         """Return what names all that stands still together."""
         group = self._instances.groups.of(rank)
         return (False, rank.id) if group is None else (True, group)
 
-    def _leave(self, rank: "Rank", now_s: float, *, allowed_s: float) -> None:
+    def _leave(self, rank: Rank, now_s: float, *, allowed_s: float) -> None:
         """Leave a rank out for as long as its next trial asks for, and count it."""
         self.vetoes[rank.id] += 1
         veto = self._close(rank, now_s, allowed_s=allowed_s)
@@ -289,7 +285,7 @@ class ProgressVeto:
 
     def _close(
         self,
-        rank: "Rank",
+        rank: Rank,
         since_s: float,
         *,
         allowed_s: float = FLOOR_S,
@@ -317,11 +313,11 @@ class ProgressVeto:
 
     # And in again.
 
-    def _wait(self, rank: "Rank", veto: _Veto, wait_s: float) -> None:
+    def _wait(self, rank: Rank, veto: _Veto, wait_s: float) -> None:
         veto.stop()
         veto.timer = self._call_later(wait_s, self._ask, rank, veto)
 
-    def _ask(self, rank: "Rank", veto: _Veto) -> None:
+    def _ask(self, rank: Rank, veto: _Veto) -> None:
         """Begin a trial if the engine's health is known to be good since."""
         veto.timer = None
         if not rank.still:
@@ -336,7 +332,7 @@ class ProgressVeto:
             self._health.hasten(rank.target)
         self._wait(rank, veto, _ASK_AGAIN_S)
 
-    def _try(self, rank: "Rank", reason: str) -> None:
+    def _try(self, rank: Rank, reason: str) -> None:
         veto = self._vetoes[rank.id]
         veto.stop()
         rank.still, rank.on_trial, rank.doomed = False, True, False
@@ -344,7 +340,7 @@ class ProgressVeto:
         _log.warning("a decode rank is tried again", extra={"fields": fields})
         self._reopen([rank])
 
-    def _review(self, rank: "Rank", veto: _Veto) -> None:
+    def _review(self, rank: Rank, veto: _Veto) -> None:
         now_s = self._clock()
         if rank.status is Status.REMOVED:
             self._forget(rank, veto)
@@ -368,12 +364,12 @@ class ProgressVeto:
         elif veto.ended_s is not None and now_s - veto.ended_s > _BACKOFF_MAX_S:
             self._forget(rank, veto)
 
-    def _forget(self, rank: "Rank", veto: _Veto) -> None:
+    def _forget(self, rank: Rank, veto: _Veto) -> None:
         veto.stop()
         rank.still = rank.on_trial = rank.doomed = False
         del self._vetoes[rank.id]
 
-    def _is_overdue(self, rank: "Rank", allowed_s: float, now_s: float) -> bool:
+    def _is_overdue(self, rank: Rank, allowed_s: float, now_s: float) -> bool:
         """Return whether a rank on trial has not given what it should have by now."""
         if rank.status is not Status.UP:
             return False  # Health checks have it.
@@ -397,7 +393,7 @@ class ProgressVeto:
             self._here = _Here(self._scheduler.requests, self._sessions)
         return self._here
 
-    def _allowance_s(self, rank: "RankId") -> float:
+    def _allowance_s(self, rank: RankId) -> float:
         """Return how long a rank may take for the prompts that it computes itself.
 
         An engine that is a prefiller too computes those of its prefills.
@@ -449,7 +445,7 @@ class StreamLooks:
 
     def __init__(
         self,
-        sessions: "Mapping[RequestId, Session]",
+        sessions: Mapping[RequestId, Session],
         clock: Callable[[], float],
         *,
         late_s: float,

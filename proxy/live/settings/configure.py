@@ -56,7 +56,12 @@ from balanceroute.proxy.live.settings.declared import (
     LogSettings,
     TimeLimits,
 )
-from balanceroute.proxy.live.settings.engines import decode_servers, prefill_servers
+from balanceroute.proxy.live.settings.engines import (
+    DecodeServer,
+    PrefillServer,
+    decode_servers,
+    prefill_servers,
+)
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.tracing import export_settings
 from balanceroute.proxy.settings import Given
@@ -64,7 +69,6 @@ from balanceroute.proxy.wire.messages import ServerLimits, bracketed
 from balanceroute.topologies import CONNECTORS, KvFlow, TopologyError
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
     from balanceroute.topologies.topology import Topology
 
 _QUEUE_TTL_S = 600.0
@@ -246,7 +250,7 @@ def _servers(
     engines: EngineSettings,
     discovery: DiscoverySettings,
     may_be_empty: bool,
-) -> "tuple[tuple[PrefillServer, ...], tuple[DecodeServer, ...]]":
+) -> tuple[tuple[PrefillServer, ...], tuple[DecodeServer, ...]]:
     addresses, found = given.read(EngineAddresses), discovery.covers
     needless = {role: may_be_empty or found(role) for role in Role}
     prefillers = prefill_servers(
@@ -450,7 +454,7 @@ def _limits(given: Given) -> ServerLimits:
 
 
 def _check_kv_events(
-    prefillers: "Iterable[PrefillServer]", engines: EngineSettings, scheduling: SchedulingSettings
+    prefillers: Iterable[PrefillServer], engines: EngineSettings, scheduling: SchedulingSettings
 ) -> None:
     if engines.kv_replay_port is not None and engines.kv_events_port is None:
         raise ConfigError("--kv-replay-port: needs --kv-events-port too")
@@ -536,7 +540,7 @@ def _check_margin(given: Given, legs: LegSettings, times: TimeLimits) -> None:
 
 def _legs(
     given: Given,
-    prefillers: "Iterable[PrefillServer]",
+    prefillers: Iterable[PrefillServer],
     engines: EngineSettings,
     scheduling: SchedulingSettings,
 ) -> LegSettings:

@@ -1,18 +1,17 @@
 """The engines that a configuration names: prefillers and decode servers, each of them once."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.settings.checks import event_address
+from balanceroute.proxy.live.settings.declared import EngineAddresses, EngineSettings
 from balanceroute.proxy.wire.messages import bracketed
 from balanceroute.topologies import CONNECTORS, MAX_RANKS, KvFlow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from balanceroute.proxy.live.settings.declared import EngineAddresses, EngineSettings
     from balanceroute.topologies.topology import Topology
 
 # vLLM's VLLM_MOONCAKE_BOOTSTRAP_PORT.
@@ -30,7 +29,7 @@ class PrefillServer:
     kv_events: str | None = None  # Where it publishes its KV cache events; None for nowhere.
     kv_replay: str | None = None  # Where it sends them again; None for nowhere.
 
-    def event_addresses(self, ports: "EngineSettings") -> tuple[str | None, str | None]:
+    def event_addresses(self, ports: EngineSettings) -> tuple[str | None, str | None]:
         """Return `kv_events` and `kv_replay`, by the ports of the settings if it names neither."""
         if self.kv_events is not None:
             return self.kv_events, self.kv_replay
@@ -79,10 +78,10 @@ def check_ranks(url: EngineUrl, ranks: int, room: int = MAX_RANKS) -> None:
 
 
 def prefill_servers(
-    addresses: "EngineAddresses",
+    addresses: EngineAddresses,
     topology: "Topology | None",
     connector: str,
-    where: "Callable[[str], str]",
+    where: Callable[[str], str],
     *,
     may_be_none: bool = False,
 ) -> tuple[PrefillServer, ...]:
@@ -134,10 +133,10 @@ def prefill_server(url: EngineUrl, bootstrap: EngineUrl | None, connector: str) 
 
 
 def decode_servers(
-    addresses: "EngineAddresses",
+    addresses: EngineAddresses,
     topology: "Topology | None",
-    prefill: "Iterable[PrefillServer]",
-    where: "Callable[[str], str]",
+    prefill: Iterable[PrefillServer],
+    where: Callable[[str], str],
     *,
     may_be_none: bool = False,
 ) -> tuple[DecodeServer, ...]:
@@ -159,8 +158,8 @@ def decode_servers(
 
 
 def _prefill_entries(
-    addresses: "EngineAddresses", topology: "Topology | None", where: "Callable[[str], str]"
-) -> "Iterator[tuple[str, PrefillServer]]":
+    addresses: EngineAddresses, topology: "Topology | None", where: Callable[[str], str]
+) -> Iterator[tuple[str, PrefillServer]]:
     """Yield each prefiller as it is given, with what to call its setting."""
     urls = addresses.prefill
     for name, each in (
@@ -200,8 +199,8 @@ def _prefill_entries(
 
 
 def _decode_entries(
-    addresses: "EngineAddresses", topology: "Topology | None", where: "Callable[[str], str]"
-) -> "Iterator[tuple[str, DecodeServer]]":
+    addresses: EngineAddresses, topology: "Topology | None", where: Callable[[str], str]
+) -> Iterator[tuple[str, DecodeServer]]:
     for url, discover in addresses.decode:
         ids = None if url.rank is None else (url.rank,)
         yield where("decode"), DecodeServer(url.at(None), ids, discover)

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from balanceroute import __version__
@@ -17,10 +16,7 @@ from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.core.setting import number, text
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.security import Secret, engine_context
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.settings import Given
-
+from balanceroute.proxy.settings import Given
 
 # Where traces go, and which.
 
@@ -81,7 +77,7 @@ class TracingSettings:
     )
 
 
-def export_settings(given: "Given", environment: Mapping[str, str]) -> ExportSettings | None:
+def export_settings(given: Given, environment: Mapping[str, str]) -> ExportSettings | None:
     """Return where traces go; None if nobody asked for them. Raises ConfigError."""
     settings, variables = given.read(TracingSettings), _Variables(environment)
     place, share = settings.otlp_traces_endpoint or variables.endpoint(), settings.trace_share

@@ -4,12 +4,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import DECODE_ROLE, PREFILL_ROLE, Role, Target
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.registry import (
     MAX_ENGINES,
     MAX_REASONS,
@@ -20,11 +21,6 @@ from balanceroute.proxy.live.telemetry.registry import (
     Histogram,
     Registry,
 )
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.engine_url import Fault
-    from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
-
 
 MAX_STAGES = 8
 
@@ -108,20 +104,20 @@ class EngineMetrics:
             "reason",
         )
 
-    def added(self, target: "Target") -> None:
+    def added(self, target: Target) -> None:
         """Begin at zero for an engine: an alert finds no data in a sample that is absent."""
         self._quarantines.labels(*self._labels(target))
         self._scrape_failures.labels(*self._labels(target))
         if target.role is Role.PREFILL:
             self._without_kv.labels(self._labels(target)[1], "absent")
 
-    def leg_failed(self, target: "Target", fault: "Fault") -> None:
+    def leg_failed(self, target: Target, fault: Fault) -> None:
         self._leg_failures.labels(*self._labels(target), fault.value).inc()
 
-    def scrape_failed(self, target: "Target") -> None:
+    def scrape_failed(self, target: Target) -> None:
         self._scrape_failures.labels(*self._labels(target)).inc()
 
-    def left_no_kv(self, target: "Target", kind: str) -> None:
+    def left_no_kv(self, target: Target, kind: str) -> None:
         """Count one prefill that left no KV cache which a rank could pull."""
         self._without_kv.labels(self._labels(target)[1], kind).inc()
 
@@ -129,10 +125,10 @@ class EngineMetrics:
         """Count one index of a prefiller's blocks that was emptied."""
         self._kv_events_lost.labels(reason).inc()
 
-    def quarantined(self, target: "Target") -> None:
+    def quarantined(self, target: Target) -> None:
         self._quarantines.labels(*self._labels(target)).inc()
 
-    def _labels(self, target: "Target") -> tuple[str, str]:
+    def _labels(self, target: Target) -> tuple[str, str]:
         return target.role.value, self._url_labels[target.role].of(target.url)
 
 
@@ -353,7 +349,7 @@ class EngineRequests(Collector):
         self._prefiller_label, self._rank_label = CappedLabel(MAX_ENGINES), CappedLabel(MAX_ENGINES)
         self._ended: Counter[tuple[Role, str, Outcome]] = Counter()
 
-    def ended(self, record: "RequestRecord") -> None:
+    def ended(self, record: RequestRecord) -> None:
         assert record.outcome is not None
         if record.prefiller:
             self._ended[

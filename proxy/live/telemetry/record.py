@@ -4,13 +4,11 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct, field
 
-if TYPE_CHECKING:
-    from balanceroute.predictors.survival import Hint
-
+from balanceroute.predictors.survival import Hint
 
 # A request's place in a trace, and what happened to it that the times of its record do not tell.
 
@@ -186,7 +184,7 @@ class RequestRecord(Struct, omit_defaults=True):
         if self.early_first_token and self.first_token_ns is not None:
             self.itl_max_ns = max(self.itl_max_ns, at_ns - self.first_token_ns)
 
-    def hinted(self, hint: "Hint | None") -> None:
+    def hinted(self, hint: Hint | None) -> None:
         """Note what predictors were told last."""
         self.hint = None if hint is None else hint.tokens
         self.hint_source = "" if hint is None else hint.source
@@ -256,15 +254,15 @@ KEPT = 1000
 class RecentRequests:
     """A log that keeps the latest records, in front of another."""
 
-    def __init__(self, log: "Log") -> None:
+    def __init__(self, log: Log) -> None:
         self._log = log
         self._kept: deque[RequestRecord] = deque(maxlen=KEPT)
 
-    def request_ended(self, record: "RequestRecord") -> None:
+    def request_ended(self, record: RequestRecord) -> None:
         self._kept.append(record)
         self._log.request_ended(record)
 
-    def find(self, request_id: str) -> "list[RequestRecord]":
+    def find(self, request_id: str) -> list[RequestRecord]:
         """Return those with an id, which clients may give twice; the latest last."""
         return [one for one in self._kept if request_id in (one.request_id, one.client_request_id)]
 
@@ -294,7 +292,7 @@ class Parent(NamedTuple):
     sampled: bool
 
 
-def read_parent(headers: "Iterable[tuple[bytes, bytes]]") -> Parent | None:
+def read_parent(headers: Iterable[tuple[bytes, bytes]]) -> Parent | None:
     """Return the parent that the `traceparent` header names; None if there is none, or no valid one."""
     given = None
     for name, value in headers:
@@ -327,7 +325,7 @@ class Tracer:
         self._random_bits = random_bits
         self._drawn = self._draw()
 
-    def begin(self, headers: Headers, record: "RequestRecord") -> Headers:
+    def begin(self, headers: Headers, record: RequestRecord) -> Headers:
         """Begin the request's trace; return its headers with the context that engines are to get.
 
         They get one of a request that is not traced too: it says so, and they do not begin their own.
@@ -354,7 +352,7 @@ class Tracer:
         flag = "01" if sampled else "00"
         return [*headers, *states, (b"traceparent", f"00-{trace_id}-{span_id}-{flag}".encode())]
 
-    def _draw(self) -> "Iterator[str]":
+    def _draw(self) -> Iterator[str]:
         """Return random digits, those of a request each time."""
         digits = _DRAWN_DIGITS * _DRAWN_AT_ONCE
         while True:

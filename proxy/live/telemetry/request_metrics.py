@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
+from prometheus_client import Counter
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -28,10 +28,6 @@ from balanceroute.proxy.live.telemetry.registry import (
     Totals,
 )
 
-if TYPE_CHECKING:
-    from prometheus_client import Counter
-
-
 _NS_PER_MS = 1e6
 
 # Of requests that have ended, by a name that clients do not make. Nothing is exported before the first.
@@ -48,7 +44,7 @@ class _Ended(Collector):
                 yield one.family()
 
 
-def _gap_ns(record: "RequestRecord") -> float | None:
+def _gap_ns(record: RequestRecord) -> float | None:
     """Return the mean gap after the first token; None if there is none."""
     assert record.first_token_ns is not None
     # The choices of a request are decoded side by side.
@@ -98,7 +94,7 @@ class GroupMetrics(_Ended):
         }
         return Counts(outcomes, int(self._output_tokens.by_values.get((group,), 0)))
 
-    def ended(self, record: "RequestRecord") -> None:
+    def ended(self, record: RequestRecord) -> None:
         """Count a request whose outcome is set."""
         assert record.outcome is not None
         group = record.group
@@ -158,7 +154,7 @@ class TenantMetrics(_Ended):
             of_one.outcomes[outcome] = int(count)
         return counts
 
-    def ended(self, record: "RequestRecord") -> None:
+    def ended(self, record: RequestRecord) -> None:
         """Count a request whose outcome is set."""
         assert record.outcome is not None
         tenant = self._label.of(record.tenant) if record.tenant in self.names else OTHER
@@ -182,7 +178,7 @@ class AliasWorth:
     # The worth of an answer in time, by task and group; empty if it was not told.
     scores: Mapping[tuple[str, str], float]
 
-    def is_kept(self, record: "RequestRecord") -> bool:
+    def is_kept(self, record: RequestRecord) -> bool:
         """Return whether a request was answered within the targets."""
         if record.outcome is not OK or record.first_token_ns is None:
             return False
@@ -224,7 +220,7 @@ class AliasMetrics(_Ended):
                 answers[group] = all_of + int(count), kept + int(count) * (in_time == "yes")
         return answers
 
-    def ended(self, record: "RequestRecord") -> None:
+    def ended(self, record: RequestRecord) -> None:
         """Count a request whose outcome is set."""
         alias, worth = record.alias, self.worth[record.alias]
         kept = worth.is_kept(record)
@@ -436,7 +432,7 @@ class RequestMetrics:
         # A client can invent model names without end, but not make an engine answer for one.
         return self._model_label.of(record.model, learn=record.outcome is OK)
 
-    def _counter(self, key: tuple[str, str, Outcome, int], model: str) -> "Counter":
+    def _counter(self, key: tuple[str, str, Outcome, int], model: str) -> Counter:
         endpoint, _, outcome, status = key
         labels = (
             endpoint if endpoint in ENDPOINTS else OTHER,

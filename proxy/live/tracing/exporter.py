@@ -12,21 +12,23 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
 from gzip import compress
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from balanceroute import __version__
 from balanceroute.proxy.live.openai.routes import find
-from balanceroute.proxy.live.telemetry.record import Event, Outcome, RequestRecord, Trace, stages_of
+from balanceroute.proxy.live.settings.tracing import ExportSettings
+from balanceroute.proxy.live.telemetry.component_metrics import TraceMetrics
+from balanceroute.proxy.live.telemetry.record import (
+    Event,
+    Log,
+    Outcome,
+    RequestRecord,
+    Trace,
+    stages_of,
+)
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.messages import Headers, Response, WireError
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.settings.tracing import ExportSettings
-    from balanceroute.proxy.live.telemetry.component_metrics import TraceMetrics
-    from balanceroute.proxy.live.telemetry.record import Log
-
 
 # The spans of a request that has ended, in OTLP's JSON encoding.
 #
@@ -238,10 +240,10 @@ class SpanExporter:
 
     def __init__(
         self,
-        log: "Log",
-        settings: "ExportSettings",
-        endpoint: "Endpoint",
-        metrics: "TraceMetrics",
+        log: Log,
+        settings: ExportSettings,
+        endpoint: Endpoint,
+        metrics: TraceMetrics,
         *,
         in_thread: InThread,
         rng: random.Random,
@@ -271,7 +273,7 @@ class SpanExporter:
         self._loop = asyncio.get_running_loop()
         self._complained_s = -_COMPLAINT_S
 
-    def take(self, record: "RequestRecord") -> None:
+    def take(self, record: RequestRecord) -> None:
         """Take the spans of a traced request that has ended; never waits."""
         if len(self._waiting) >= MOST_WAITING:
             self._drop(1, "queue_full", "they come faster than they are taken")
@@ -281,7 +283,7 @@ class SpanExporter:
         if len(self._waiting) >= BATCH:
             self._many.set()
 
-    def request_ended(self, record: "RequestRecord") -> None:
+    def request_ended(self, record: RequestRecord) -> None:
         """Pass a record on, and have its spans exported if it is traced."""
         self._log.request_ended(record)
         if record.trace is not None:
