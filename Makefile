@@ -86,7 +86,7 @@ test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (10 to 
 test-deploy: $(INSTALLED) ## the Helm chart and kustomizations against Kubernetes' schemas (needs go and kubectl; 3 minutes once)
 	@GOBIN=$(CURDIR)/build/bin go install helm.sh/helm/v3/cmd/helm@v3.19.0
 	@$(BIN)/python -m pip install -q --disable-pip-version-check kubernetes-validate
-	@PATH=$(CURDIR)/build/bin:$$PATH $(BIN)/pytest tests/topologies/test_deploy.py tests/topologies/test_rendered_manifests.py tests/topologies/test_api_server.py
+	@PATH=$(CURDIR)/build/bin:$$PATH $(BIN)/pytest -m "not slow" tests/topologies/test_deploy.py tests/topologies/test_rendered_manifests.py tests/topologies/test_api_server.py
 
 kube: ## builds the API server of Kubernetes that test-deploy uses if it is there (needs go; 15 minutes and 3 GB once)
 	@scripts/build_kube.sh build/kube

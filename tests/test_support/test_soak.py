@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import pytest
 from tests.native import needs_native
 from tests.support.chaos.clients import ClientPhase
 from tests.support.chaos.faults import Act
@@ -110,6 +111,7 @@ def test_nothing_is_left_behind_and_every_answer_is_right_or_a_true_error(tmp_pa
     assert rows["requests with faults"] == "150"
 
 
+@pytest.mark.extended
 @needs_native
 def test_nor_is_it_where_streams_are_moved_natively(tmp_path: Path) -> None:
     report = soak(replace(SMALL, native="require"), tmp_path)

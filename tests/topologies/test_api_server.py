@@ -114,6 +114,7 @@ class Candidate:
         self.leadership.close()
 
 
+@pytest.mark.extended  # Its waits are real ones, of 20 s.
 def test_one_leads_by_a_real_lease_whatever_becomes_of_it(
     server: ApiServerProcess, base: str
 ) -> None:

@@ -34,6 +34,7 @@ def test_without_the_setting_each_that_was_hit_ends_with_an_error() -> None:
     assert (found.exact + found.failed, found.wrong, found.held) == (200, [], 0)
 
 
+@pytest.mark.extended
 def test_what_agents_asked_for_ends_after_a_right_beginning() -> None:
     found = kill_decoders(2, requests=200, resume="off", agents=1.0)
     assert found.failed > 2

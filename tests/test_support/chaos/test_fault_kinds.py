@@ -1,8 +1,8 @@
 """One kind of fault at a time, on one engine of several: which ones no client may notice."""
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,7 +54,7 @@ FLAGS: Mapping[str, object] = {
     "scrape_timeout_s": 0.3,
 }
 BOTH = (Role.PREFILL, Role.DECODE)
-# What nobody may notice is on an engine of each role at once, and in `make test-all` on one alone too.
+# What is wrong is so on an engine of each role at once, and in `make test-all` on one alone too.
 roles = pytest.mark.parametrize(
     "roles",
     usually({"both"}, [BOTH, *((role,) for role in BOTH)], ids=["both", "prefill", "decode"]),
@@ -75,12 +75,6 @@ VISITS = draw_visits()
 STREAMED_MESSAGES = sum(
     request.stream and request.path == MESSAGES for visit in VISITS for request in visit.requests
 )
-
-
-def changed(link: Link) -> dict[str, object]:
-    """Return what of a wire is out of the ordinary."""
-    usual = asdict(Link())
-    return {key: value for key, value in asdict(link).items() if value != usual[key]}
 
 
 def run_with(
@@ -105,8 +99,23 @@ def run_with(
     return report
 
 
-def injection(role: Role, act: Act, end_s: float = SPAN_S + 0.5, **what: Any) -> Injection:
-    return Injection("fault", act, role, 0, 0.0, end_s, **what)
+def injection(
+    role: Role, act: Act, end_s: float = SPAN_S + 0.5, *, engine: int = 0, **what: Any
+) -> Injection:
+    return Injection("fault", act, role, engine, 0.0, end_s, **what)
+
+
+def one_each(role: Role, act: Act, name: str, values: Iterable[object]) -> list[Injection]:
+    """Return a fault of each engine of a role: the first one's is the first of the values."""
+    return [
+        injection(role, act, engine=engine, **{name: value}) for engine, value in enumerate(values)
+    ]
+
+
+def shares(values: Sequence[Any]) -> list[tuple[Sequence[Any], Sequence[Any]]]:
+    """Return values for two prefillers and three ranks, of several runs: each engine's own, all at both roles."""
+    ring = [*values, *values]
+    return [(ring[at : at + 2], ring[at + 2 : at + 5]) for at in range(0, len(values), 2)]
 
 
 def board(role: Role, **changes: Any) -> Injection:
@@ -138,12 +147,13 @@ def test_an_engine_that_is_not_fit_is_gone_around(
     assert_nobody_noticed(run_with(*(board(role, **changes) for role in roles)))
 
 
-@roles
-@pytest.mark.parametrize("meddling", HARMLESS)
-def test_what_http_allows_harms_nobody(roles: Sequence[Role], meddling: Meddling) -> None:
-    assert_nobody_noticed(
-        run_with(*(injection(role, Act.MEDDLE, meddling=meddling) for role in roles))
-    )
+@pytest.mark.parametrize(("at_prefillers", "at_ranks"), shares(HARMLESS))
+def test_what_http_allows_harms_nobody(
+    at_prefillers: Sequence[Meddling], at_ranks: Sequence[Meddling]
+) -> None:
+    meddlings = one_each(Role.PREFILL, Act.MEDDLE, "meddling", at_prefillers)
+    meddlings += one_each(Role.DECODE, Act.MEDDLE, "meddling", at_ranks)
+    assert_nobody_noticed(run_with(*meddlings))
 
 
 @pytest.mark.parametrize("role", BOTH)
@@ -154,54 +164,52 @@ def test_engines_that_end_what_is_reused_harm_nobody(role: Role) -> None:
     assert bool(report.counters["retries"]) == (role is Role.DECODE)
 
 
+BAD_WIRES = [
+    Link(split_bytes=1),
+    Link(split_bytes=7),
+    Link(coalesce_s=0.1),
+    Link(latency_s=0.02, jitter_s=0.1),
+    Link(window_bytes=200, latency_s=0.001),
+    Link(stall_after_download_bytes=300, stall_s=1.0),
+]
+
+
+@pytest.mark.parametrize(("at_prefillers", "at_ranks"), shares(BAD_WIRES), ids=range(3))
+def test_bad_wires_slow_and_change_nothing(
+    at_prefillers: Sequence[Link], at_ranks: Sequence[Link]
+) -> None:
+    links = one_each(Role.PREFILL, Act.LINK, "link", at_prefillers)
+    links += one_each(Role.DECODE, Act.LINK, "link", at_ranks)
+    assert_nobody_noticed(run_with(*links))
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (MalformedStream.CRLF, MalformedStream.CR, MalformedStream.MIXED_ENDS),
+        (MalformedStream.COMMENTS, MalformedStream.FIELDS, MalformedStream.BOM),
+        (MalformedStream.BYTES, MalformedStream.JOINED),
+        (MalformedStream.USAGE_FIRST, MalformedStream.NO_LAST_BLANK),
+    ],
+)
+def test_odd_events_that_are_valid_pass(kinds: Sequence[MalformedStream]) -> None:
+    changes = [{"malformed": kind} for kind in kinds]
+    assert_nobody_noticed(run_with(*one_each(Role.DECODE, Act.BOARD, "changes", changes)))
+
+
 @roles
-@pytest.mark.parametrize(
-    "link",
-    [
-        Link(split_bytes=1),
-        Link(split_bytes=7),
-        Link(coalesce_s=0.1),
-        Link(latency_s=0.02, jitter_s=0.1),
-        Link(window_bytes=200, latency_s=0.001),
-        Link(stall_after_download_bytes=300, stall_s=1.0),
-    ],
-    ids=lambda link: ",".join(f"{key}={value}" for key, value in changed(link).items()),
-)
-def test_a_bad_wire_slows_and_changes_nothing(roles: Sequence[Role], link: Link) -> None:
-    assert_nobody_noticed(run_with(*(injection(role, Act.LINK, link=link) for role in roles)))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        MalformedStream.CRLF,
-        MalformedStream.CR,
-        MalformedStream.MIXED_ENDS,
-        MalformedStream.COMMENTS,
-        MalformedStream.FIELDS,
-        MalformedStream.BOM,
-        MalformedStream.BYTES,
-        MalformedStream.JOINED,
-        MalformedStream.USAGE_FIRST,
-        MalformedStream.NO_LAST_BLANK,
-    ],
-)
-def test_odd_events_that_are_valid_pass(kind: MalformedStream) -> None:
-    assert_nobody_noticed(run_with(board(Role.DECODE, malformed=kind)))
-
-
-@pytest.mark.parametrize("role", BOTH)
 @pytest.mark.parametrize("form", ErrorForm)
 @pytest.mark.parametrize("in_200", [True, False])
 def test_a_clients_own_error_costs_one_leg_however_it_is_worded(
-    role: Role, form: ErrorForm, *, in_200: bool
+    roles: Sequence[Role], form: ErrorForm, *, in_200: bool
 ) -> None:
-    report = run_with(board(role, error_form=form, errors_in_200=in_200, status_400=0.3))
+    changes: dict[str, Any] = {"error_form": form, "errors_in_200": in_200, "status_400": 0.3}
+    report = run_with(*(board(role, **changes) for role in roles))
     assert report.endings.keys() <= {"exact", "status 400"}
     assert report.endings["status 400"]
     # vLLM makes an error in a stream of messages its own fault, in words of its own; not one that it
     # does not know for an error.
-    own = in_200 and role is Role.DECODE and form is not ErrorForm.FLAT
+    own = in_200 and Role.DECODE in roles and form is not ErrorForm.FLAT
     assert report.counters["retries"] <= (STREAMED_MESSAGES if own else 0)
 
 
@@ -216,16 +224,16 @@ def test_broken_events_are_no_answer(kind: MalformedStream, first_token: str) ->
     assert report.counters["retries"] or report.endings["error event"]
 
 
-@pytest.mark.parametrize("role", BOTH)
-def test_an_answer_that_trickles_is_waited_for(role: Role) -> None:
-    trickle = board(role, malformed_answer=MalformedAnswer.TRICKLE, trickle_s=1e-4)
-    assert_nobody_noticed(run_with(trickle))
+@roles
+def test_an_answer_that_trickles_is_waited_for(roles: Sequence[Role]) -> None:
+    trickle = {"malformed_answer": MalformedAnswer.TRICKLE, "trickle_s": 1e-4}
+    assert_nobody_noticed(run_with(*(board(role, **trickle) for role in roles)))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MalformedAnswer if kind.value != "trickle"])
-@pytest.mark.parametrize("role", BOTH)
-def test_nonsense_is_never_an_answer(role: Role, kind: MalformedAnswer) -> None:
-    report = run_with(board(role, malformed_answer=kind))
+@roles
+def test_nonsense_is_never_an_answer(roles: Sequence[Role], kind: MalformedAnswer) -> None:
+    report = run_with(*(board(role, malformed_answer=kind) for role in roles))
     assert report.endings.keys() <= {"exact", "status 502"}
     assert report.counters["retries"]
 
@@ -263,9 +271,10 @@ def test_a_request_that_is_handed_back_goes_on(connector: str, tokens: int) -> N
     assert report.counters["recomputes"]
 
 
-@pytest.mark.parametrize("role", BOTH)
-def test_a_drained_engine_ends_what_it_has(role: Role) -> None:
-    assert_nobody_noticed(run_with(injection(role, Act.DRAIN, end_s=SPAN_S / 2)))
+@roles
+def test_a_drained_engine_ends_what_it_has(roles: Sequence[Role]) -> None:
+    drains = (injection(role, Act.DRAIN, end_s=SPAN_S / 2) for role in roles)
+    assert_nobody_noticed(run_with(*drains))
 
 
 CHANGED_TO = ["jsq", "br-0", "br-h", "br-0-bypass", "random"]
@@ -281,9 +290,9 @@ def test_a_change_of_policy_loses_nothing(policy: str) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 413])
-@pytest.mark.parametrize("role", BOTH)
-def test_an_engines_refusal_is_the_clients(role: Role, status: int) -> None:
-    report = run_with(board(role, **{f"status_{status}": 1.0}))
+@roles
+def test_an_engines_refusal_is_the_clients(roles: Sequence[Role], status: int) -> None:
+    report = run_with(*(board(role, **{f"status_{status}": 1.0}) for role in roles))
     assert report.endings.keys() == {"exact", f"status {status}"}
     assert not report.counters["retries"]
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from tests.extended import usually
 from tests.support.chaos.groups import GroupAct, draw_groups, run_seed_of_groups
 
 from balanceroute.proxy.live.frontend.aliases import ModelAttempt
@@ -11,7 +12,7 @@ from balanceroute.proxy.live.frontend.groups import Groups
 REQUESTS = 40
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", usually(range(3), range(5)))
 def test_a_seed_violates_nothing(seed: int) -> None:
     report = run_seed_of_groups(seed, requests=REQUESTS)
     assert not report.violations, f"seed {seed}"
@@ -46,7 +47,7 @@ def test_a_group_may_get_a_request_before_the_order_to_remove_it() -> None:
 
 
 def test_a_seed_happens_again() -> None:
-    first, again = (run_seed_of_groups(3, requests=20) for _ in range(2))
+    first, again = (run_seed_of_groups(3, requests=8) for _ in range(2))
     assert first.digest == again.digest
 
 

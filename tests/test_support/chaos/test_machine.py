@@ -1,14 +1,15 @@
 """What the proxy's machine fails to give it: each kind of fault, and judges that find what they look for."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from tests.support.chaos.faults import Act, Injection
 from tests.support.chaos.machine import KeyFile, Naming, Spoiling
 from tests.test_support.chaos.test_fault_kinds import (
-    BOTH,
     assert_nobody_noticed,
     injection,
+    roles,
     run_with,
 )
 
@@ -20,14 +21,15 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 FULL = Injection("has a full disk", Act.DISK, Role.DECODE, 0, 0.1, 1.0, policy="jsq")
 
 
-@pytest.mark.parametrize("role", BOTH)
+@roles
 @pytest.mark.parametrize(
     "naming",
     [Naming.FAILS, Naming.GONE, Naming.SILENT, Naming.SILENT_TOO, Naming.REFUSING_TOO],
     ids=lambda naming: naming.name.lower(),
 )
-def test_a_name_that_had_an_address_costs_no_request(role: Role, naming: Naming) -> None:
-    assert_nobody_noticed(run_with(injection(role, Act.NAME, naming=naming)))
+def test_a_name_that_had_an_address_costs_no_request(roles: Sequence[Role], naming: Naming) -> None:
+    names = (injection(role, Act.NAME, naming=naming) for role in roles)
+    assert_nobody_noticed(run_with(*names))
 
 
 @pytest.mark.parametrize("naming", [Naming.ELSEWHERE, Naming.FLAPS], ids=["elsewhere", "flaps"])

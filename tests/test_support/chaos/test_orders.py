@@ -1,7 +1,7 @@
 """Orders of administrators while requests run: what they promise is kept, and the judge can tell."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.support.chaos.plan import MODEL, ChaosPlan, Weather, draw_plan
 from tests.support.chaos.requests import RequestMix, draw_request
 from tests.support.chaos.trial import TrialReport, run_plan
 from tests.support.chaos.world import WorldSettings
-from tests.test_support.chaos.test_fault_kinds import ENGINES, FLAGS
+from tests.test_support.chaos.test_fault_kinds import ENGINES, FLAGS, roles
 
 from balanceroute.proxy.core.scheduler import Intake, Scheduler
 from balanceroute.proxy.live.control import pausing
@@ -57,15 +57,13 @@ def run_with(*orders: Order, **flags: object) -> TrialReport:
     return run_plan(plan)
 
 
-@pytest.mark.parametrize(
-    ("kind", "role"),
-    [(kind, role) for kind in OrderKind for role in Role if kind in OF_ENGINES],
-)
-def test_orders_about_one_engine_are_kept(kind: OrderKind, role: Role) -> None:
-    report = run_with(order(kind, role))
+@roles
+@pytest.mark.parametrize("kind", [kind for kind in OrderKind if kind in OF_ENGINES])
+def test_orders_about_one_engine_are_kept(kind: OrderKind, roles: Sequence[Role]) -> None:
+    report = run_with(*(order(kind, role) for role in roles))
     assert not report.violations
     assert {k: n for k, n in report.faults.items() if not k.startswith("proxy: ")} == {
-        f"admin: {kind.value}": 1
+        f"admin: {kind.value}": len(roles)
     }
     ends = kind in (OrderKind.REMOVE_BUSY, OrderKind.OTHER_ROLE, OrderKind.CONTRADICT)
     assert ends or report.endings == {"exact": REQUESTS}
