@@ -172,19 +172,19 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (13_700, 37),
-    "proxy/wire": (7_650, 24),
+    "proxy/core": (13_500, 37),
+    "proxy/wire": (7_550, 24),
     "proxy/live": (38_450, 125),
-    "proxy/lab": (15_600, 55),
-    "proxy/cli": (6_000, 26),
+    "proxy/lab": (15_450, 55),
+    "proxy/cli": (5_500, 25),
     "predictors": (3_750, 13),
-    "topologies": (2_150, 8),
-    "traces": (1_400, 6),
+    "topologies": (2_100, 8),
+    "traces": (1_400, 5),
     "engine_patch": (650, 5),
     "scripts": (13_600, 41),
     "tests/support": (12_550, 43),
     # All of it.
-    "tests": (114_950, 409),
+    "tests": (114_850, 409),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.events import (
     Action,
@@ -25,7 +23,7 @@ RANK0 = RankId(0)
 
 
 class Driver:
-    """Feeds one scheduler and keeps the time."""
+    """Feeds one scheduler, by default of one rank with one slot, and keeps the time."""
 
     def __init__(
         self,
@@ -80,9 +78,3 @@ class Driver:
             "loads": self.scheduler.ledger.loads.tolist(),
             "bound": self.scheduler.ledger.bound.tolist(),
         }
-
-
-@pytest.fixture
-def new_driver() -> type[Driver]:
-    """Return what makes a driver of a policy and limits; by default of one rank with one slot."""
-    return Driver

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.driver import Driver
 from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.predictors import NoPrediction
@@ -47,8 +48,6 @@ from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, decide
 from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 if TYPE_CHECKING:
-    from tests.core.conftest import Driver
-
     from balanceroute.proxy.core.events import Action
 
 A, B, C, D = (RequestId(number) for number in range(4))
@@ -66,8 +65,8 @@ def arrive(number: RequestId, eligible: Eligible | None, tokens: int = 10) -> Re
     return RequestArrived(number, Ticket(tokens, eligible=eligible))
 
 
-def test_a_full_prefiller_holds_up_only_those_that_need_it(new_driver: "type[Driver]") -> None:
-    driver = new_driver(prefillers=2, ranks=2, probe_limit=1)
+def test_a_full_prefiller_holds_up_only_those_that_need_it() -> None:
+    driver = Driver(prefillers=2, ranks=2, probe_limit=1)
     assert driver(arrive(A, ALPHA)) == [StartPrefill(A, PrefillerId(0), 10)]
     assert driver(arrive(B, ALPHA)) == []
     assert driver(arrive(C, BETA)) == [StartPrefill(C, PrefillerId(1), 10)]
@@ -77,8 +76,8 @@ def test_a_full_prefiller_holds_up_only_those_that_need_it(new_driver: "type[Dri
     assert driver(PrefillDone(A, 10)) == [StartPrefill(B, PrefillerId(0), 10)]
 
 
-def test_a_small_prompt_does_not_pass_a_large_one_over(new_driver: "type[Driver]") -> None:
-    driver = new_driver(prefillers=2, ranks=2, prefiller_kv_tokens=100)
+def test_a_small_prompt_does_not_pass_a_large_one_over() -> None:
+    driver = Driver(prefillers=2, ranks=2, prefiller_kv_tokens=100)
     driver(arrive(A, ALPHA, 50), PrefillerClosed(PrefillerId(1)))
     assert driver(arrive(B, ALPHA, 80)) == []
     assert driver(arrive(C, None, 10)) == [], "prefiller 0 has room, but B waits for it"
@@ -87,10 +86,8 @@ def test_a_small_prompt_does_not_pass_a_large_one_over(new_driver: "type[Driver]
 
 
 @pytest.mark.parametrize("policy", ["br-0", "br-h", "br-0-bypass", "fifo"])
-def test_a_full_rank_holds_up_only_those_that_need_it(
-    new_driver: "type[Driver]", policy: str
-) -> None:
-    driver = new_driver(policy, prefillers=2, ranks=2, batch_limit=20)
+def test_a_full_rank_holds_up_only_those_that_need_it(policy: str) -> None:
+    driver = Driver(policy, prefillers=2, ranks=2, batch_limit=20)
     numbers = [RequestId(number) for number in range(400)]
     for number in numbers[:-1]:
         driver(arrive(number, ALPHA), PrefillDone(number, 10))

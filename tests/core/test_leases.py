@@ -2,9 +2,10 @@
 
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.core.driver import Driver
 
 from balanceroute.proxy.core.events import (
     Admit,
@@ -30,9 +31,6 @@ from balanceroute.proxy.core.resources import MOST_LAPSES
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.core.waiting import Pool
 
-if TYPE_CHECKING:
-    from tests.core.conftest import Driver
-
 P0 = PrefillerId(0)
 LEASE_NS = 30_000_000_000
 STEP_NS = 30_000_000
@@ -41,9 +39,9 @@ STEP_NS = 30_000_000
 class Fleet:
     """Two ranks that decode requests of 300 tokens, for about 100 steps each, as fast as they can."""
 
-    def __init__(self, new_driver: "type[Driver]", **limits: Any) -> None:
+    def __init__(self, **limits: Any) -> None:
         limits = {"lease_ns": LEASE_NS, **limits}
-        self.driver = new_driver("br-0", ranks=2, batch_limit=4, probe_limit=1, **limits)
+        self.driver = Driver("br-0", ranks=2, batch_limit=4, probe_limit=1, **limits)
         self.scheduler = self.driver.scheduler
         self.released: list[ReleasePrefill] = []
         self.ends: dict[RequestId, int] = {}
@@ -112,14 +110,12 @@ class SmallOnes(OldestFirst):
         return admitted
 
 
-def test_too_little_is_known_at_first_and_a_late_request_goes_at_any_cost(
-    new_driver: "type[Driver]",
-) -> None:
-    assert Fleet(new_driver).late_limit(300) == inf
+def test_too_little_is_known_at_first_and_a_late_request_goes_at_any_cost() -> None:
+    assert Fleet().late_limit(300) == inf
 
 
-def test_the_limit_is_where_both_cost_the_same_rank_time(new_driver: "type[Driver]") -> None:
-    fleet = Fleet(new_driver, lease_margin_ns=0, pool_limit=100)
+def test_the_limit_is_where_both_cost_the_same_rank_time() -> None:
+    fleet = Fleet(lease_margin_ns=0, pool_limit=100)
     fleet.run(600)
     pace = fleet.scheduler.leases.pace
     assert pace is not None
@@ -138,24 +134,22 @@ def test_the_limit_is_where_both_cost_the_same_rank_time(new_driver: "type[Drive
     assert forced_ns == pytest.approx(prefill_ns, rel=0.1)
 
 
-def test_after_two_lapses_a_request_goes_at_any_cost(new_driver: "type[Driver]") -> None:
-    fleet = Fleet(new_driver, pool_limit=100)
+def test_after_two_lapses_a_request_goes_at_any_cost() -> None:
+    fleet = Fleet(pool_limit=100)
     fleet.run(600)
     finite = [fleet.late_limit(20_000, lapses=lapses) < inf for lapses in range(4)]
     assert finite == [True, True, False, False]
     assert MOST_LAPSES == 2
 
 
-def test_a_deadline_that_is_set_holds_at_any_cost(new_driver: "type[Driver]") -> None:
-    fleet = Fleet(new_driver, pool_limit=100, deadline_ns=1_000_000_000)
+def test_a_deadline_that_is_set_holds_at_any_cost() -> None:
+    fleet = Fleet(pool_limit=100, deadline_ns=1_000_000_000)
     fleet.run(600)
     assert fleet.late_limit(20_000) == inf
 
 
-def test_a_request_whose_lease_is_left_to_end_is_served_in_the_end(
-    new_driver: "type[Driver]",
-) -> None:
-    fleet = Fleet(new_driver, pool_limit=100)
+def test_a_request_whose_lease_is_left_to_end_is_served_in_the_end() -> None:
+    fleet = Fleet(pool_limit=100)
     fleet.scheduler.policy = SmallOnes()
     fleet.run(600)
     number = fleet.arrive(4_000)
@@ -167,8 +161,8 @@ def test_a_request_whose_lease_is_left_to_end_is_served_in_the_end(
 
 
 @pytest.fixture
-def scheduler(new_driver: "type[Driver]") -> Scheduler:
-    return new_driver("br-0", lease_ns=1_000, lease_margin_ns=200).scheduler
+def scheduler() -> Scheduler:
+    return Driver("br-0", lease_ns=1_000, lease_margin_ns=200).scheduler
 
 
 def feed(scheduler: Scheduler, now_ns: int, *events: Event) -> None:
@@ -205,8 +199,8 @@ def test_a_request_that_lost_its_lease_is_late_again_after_the_next_one(
     assert (entry.overtaken, entry.deadline_ns) == (1, 1_600)
 
 
-def test_once_it_was_served_its_lapses_are_forgotten(new_driver: "type[Driver]") -> None:
-    driver = new_driver("br-0", lease_ns=1_000)
+def test_once_it_was_served_its_lapses_are_forgotten() -> None:
+    driver = Driver("br-0", lease_ns=1_000)
     number = RequestId(0)
     driver.to_decode(number)
     driver(DecodeStarted(number))
@@ -231,9 +225,9 @@ def test_once_it_was_served_its_lapses_are_forgotten(new_driver: "type[Driver]")
     ],
 )
 def test_the_pool_holds_what_the_ranks_admit_in_a_part_of_a_lease(
-    new_driver: "type[Driver]", limits: dict[str, Any], wait_s: float
+    limits: dict[str, Any], wait_s: float
 ) -> None:
-    fleet = Fleet(new_driver, **limits)
+    fleet = Fleet(**limits)
     leases, pace = fleet.scheduler.leases, fleet.scheduler.leases.pace
     assert pace is not None
     for tick in range(400):  # A second each.
@@ -269,13 +263,13 @@ def test_the_pool_holds_what_the_ranks_admit_in_a_part_of_a_lease(
     ],
 )
 def test_at_first_the_pool_feeds_every_rank_and_prefiller(
-    new_driver: "type[Driver]", limits: dict[str, Any], limit: int | None
+    limits: dict[str, Any], limit: int | None
 ) -> None:
-    assert new_driver(**limits).scheduler.leases.pool_limit == limit
+    assert Driver(**limits).scheduler.leases.pool_limit == limit
 
 
-def test_a_new_configuration_keeps_what_was_measured(new_driver: "type[Driver]") -> None:
-    driver = new_driver(lease_ns=LEASE_NS)
+def test_a_new_configuration_keeps_what_was_measured() -> None:
+    driver = Driver(lease_ns=LEASE_NS)
     pace = driver.scheduler.leases.pace
     for lease_ns, kept in ((2 * LEASE_NS, True), (None, False)):
         config = SchedulerConfig(1, 1, lease_ns=lease_ns)

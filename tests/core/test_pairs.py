@@ -1,11 +1,11 @@
 """Prefillers whose KV caches not all ranks can use."""
 
 import random
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.driver import Driver
 from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.predictors import NoPrediction
@@ -39,9 +39,6 @@ from balanceroute.proxy.core.policies import POLICIES, PolicyInputs, PolicySetti
 from balanceroute.proxy.core.prefill.budgets import Pairs
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
-if TYPE_CHECKING:
-    from tests.core.conftest import Driver
-
 A, B = RequestId(0), RequestId(1)
 P0, P1 = PrefillerId(0), PrefillerId(1)
 R0, R1 = RankId(0), RankId(1)
@@ -53,24 +50,22 @@ def pair(prefiller: int, *ranks: int) -> PrefillerPaired:
 
 
 @pytest.fixture
-def mixed(new_driver: "type[Driver]") -> "Driver":
+def mixed() -> Driver:
     """Two engines of each role, and prefiller n fits rank n alone."""
-    driver = new_driver(prefillers=2, ranks=2, batch_limit=2)
+    driver = Driver(prefillers=2, ranks=2, batch_limit=2)
     driver(pair(0, 0), pair(1, 1))
     return driver
 
 
-def test_a_request_goes_to_a_rank_that_its_prefiller_fits(mixed: "Driver") -> None:
+def test_a_request_goes_to_a_rank_that_its_prefiller_fits(mixed: Driver) -> None:
     assert mixed(RequestArrived(A, Ticket(10))) == [StartPrefill(A, P0, 10)]
     assert mixed(RequestArrived(B, Ticket(10))) == [StartPrefill(B, P1, 10)]
     mixed(PrefillDone(A, 10), PrefillDone(B, 10))
     assert mixed(Tick()) == [Admit(A, R0), Admit(B, R1)]
 
 
-def test_a_full_partner_holds_up_only_its_own_prefillers_requests(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(prefillers=2, ranks=2, batch_limit=1)
+def test_a_full_partner_holds_up_only_its_own_prefillers_requests() -> None:
+    driver = Driver(prefillers=2, ranks=2, batch_limit=1)
     driver(pair(0, 0), pair(1, 1), PrefillerClosed(P1))
     driver.to_pool(A, B)
     assert driver(Tick()) == [Admit(A, R0)]
@@ -79,46 +74,46 @@ def test_a_full_partner_holds_up_only_its_own_prefillers_requests(
     assert driver(Tick()) == [Admit(RequestId(2), R1)]
 
 
-def test_no_prefiller_computes_what_no_open_rank_can_use(mixed: "Driver") -> None:
+def test_no_prefiller_computes_what_no_open_rank_can_use(mixed: Driver) -> None:
     mixed(RankClosed(R0), RankClosed(R1))
     assert mixed(RequestArrived(A, Ticket(10))) == []
     assert mixed(RankOpened(R1)) == [StartPrefill(A, P1, 10)]
 
 
-def test_a_pooled_request_without_an_open_partner_is_prefilled_again(mixed: "Driver") -> None:
+def test_a_pooled_request_without_an_open_partner_is_prefilled_again(mixed: Driver) -> None:
     mixed.to_pool(A)
     mixed(RankClosed(R0))
     assert mixed(Tick()) == [ReleasePrefill(A, P0), StartPrefill(A, P1, 10)]
 
 
-def test_the_last_partner_may_close_while_the_prefill_runs(mixed: "Driver") -> None:
+def test_the_last_partner_may_close_while_the_prefill_runs(mixed: Driver) -> None:
     mixed(RequestArrived(A, Ticket(10)), RankClosed(R0), PrefillDone(A, 10))
     assert mixed(Tick()) == [ReleasePrefill(A, P0), StartPrefill(A, P1, 10)]
 
 
-def test_a_pooled_request_follows_a_change_of_the_pairs(mixed: "Driver") -> None:
+def test_a_pooled_request_follows_a_change_of_the_pairs(mixed: Driver) -> None:
     mixed.to_pool(A)
     mixed(pair(0, 1))
     assert mixed(Tick()) == [Admit(A, R1)]
 
 
-def test_a_rank_that_did_not_take_it_is_tried_again_if_it_alone_fits(mixed: "Driver") -> None:
+def test_a_rank_that_did_not_take_it_is_tried_again_if_it_alone_fits(mixed: Driver) -> None:
     mixed.to_pool(A)
     mixed(Tick(), DecodeLost(A))
     assert mixed(Tick()) == [Admit(A, R0)]
 
 
-def test_a_request_without_prefill_goes_anywhere(mixed: "Driver") -> None:
+def test_a_request_without_prefill_goes_anywhere(mixed: Driver) -> None:
     mixed(RequestArrived(A, Ticket(10, prefill=False)), RankClosed(R0))
     assert mixed(Tick()) == [Admit(A, R1)]
 
 
-def test_a_direct_request_needs_no_rank(mixed: "Driver") -> None:
+def test_a_direct_request_needs_no_rank(mixed: Driver) -> None:
     mixed(RankClosed(R0), RankClosed(R1))
     assert mixed(RequestArrived(A, Ticket(10, decode=False))) == [StartPrefill(A, P0, 10)]
 
 
-def test_pairs_and_models_hold_together(mixed: "Driver") -> None:
+def test_pairs_and_models_hold_together(mixed: Driver) -> None:
     both = frozenset((P0, P1))
     ticket = Ticket(10, eligible=Eligible(both, frozenset((R1,))))
     assert mixed(RequestArrived(A, ticket)) == [StartPrefill(A, P1, 10)]
@@ -126,21 +121,19 @@ def test_pairs_and_models_hold_together(mixed: "Driver") -> None:
     assert mixed(Tick()) == [Admit(A, R1)]
 
 
-def test_a_conversation_does_not_return_to_a_rank_that_does_not_fit(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(prefillers=1, ranks=2, batch_limit=2)
+def test_a_conversation_does_not_return_to_a_rank_that_does_not_fit() -> None:
+    driver = Driver(prefillers=1, ranks=2, batch_limit=2)
     driver(pair(0, 0))
     driver(RequestArrived(A, Ticket(10, home=R1)), PrefillDone(A, 10))
     assert driver(Tick()) == [Admit(A, R0)]
 
 
-def test_an_unknown_prefiller_is_refused(mixed: "Driver") -> None:
+def test_an_unknown_prefiller_is_refused(mixed: Driver) -> None:
     with pytest.raises(LifecycleError, match="prefiller 7 is unknown"):
         mixed(pair(7, 0))
 
 
-def test_pairs_that_are_all_allowed_again_cost_nothing(mixed: "Driver") -> None:
+def test_pairs_that_are_all_allowed_again_cost_nothing(mixed: Driver) -> None:
     mixed(PrefillerPaired(P0, None), PrefillerPaired(P1, None))
     assert not mixed.scheduler.prefillers.pairs.limited
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.core.driver import Driver
 from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.predictors import NoPrediction
@@ -51,8 +52,6 @@ from balanceroute.proxy.core.resources import pool_entry
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
-    from tests.core.conftest import Driver
-
     from balanceroute.proxy.core.ranks import Follower
     from balanceroute.proxy.core.waiting import Pool
 
@@ -91,14 +90,14 @@ def policy_for(
     )
 
 
-def reconfigure(driver: "Driver", policy: str = "fifo", **changes: Any) -> None:
+def reconfigure(driver: Driver, policy: str = "fifo", **changes: Any) -> None:
     config = replace(driver.scheduler.config, **changes)
     driver.scheduler.reconfigure(config, policy_for(policy, config))
     driver.scheduler.check()
 
 
-def test_a_new_rank_takes_what_waits(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_a_new_rank_takes_what_waits() -> None:
+    driver = Driver()
     driver.to_decode(A)
     driver.to_pool(B, C)
     reconfigure(driver, ranks=2)
@@ -108,18 +107,16 @@ def test_a_new_rank_takes_what_waits(new_driver: "type[Driver]") -> None:
     assert driver(RequestFinished(A), Tick()) == [Admit(C, RANK0)]
 
 
-def test_a_new_prefiller_starts_the_waiting_prefills_at_the_next_tick(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(probe_limit=1)
+def test_a_new_prefiller_starts_the_waiting_prefills_at_the_next_tick() -> None:
+    driver = Driver(probe_limit=1)
     driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     reconfigure(driver, prefillers=2)
     assert driver(Tick()) == [StartPrefill(B, P1, 10)]
     assert driver.held()["prefills"] == [1, 1]
 
 
-def test_limits_may_widen_and_shrink(new_driver: "type[Driver]") -> None:
-    driver = new_driver(pool_limit=1)
+def test_limits_may_widen_and_shrink() -> None:
+    driver = Driver(pool_limit=1)
     driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     reconfigure(driver, pool_limit=2, batch_limit=2)
     assert driver(Tick()) == [StartPrefill(B, P0, 10)]
@@ -132,16 +129,16 @@ def test_limits_may_widen_and_shrink(new_driver: "type[Driver]") -> None:
     assert driver(RequestFinished(B), Tick()) == [Admit(C, RANK0)]
 
 
-def test_closed_ones_stay_closed_and_new_ones_are_open(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_closed_ones_stay_closed_and_new_ones_are_open() -> None:
+    driver = Driver()
     driver(RankClosed(RANK0), PrefillerClosed(P0))
     reconfigure(driver, ranks=2, prefillers=2, batch_limit=2)
     assert driver(RequestArrived(A, Ticket(10))) == [StartPrefill(A, P1, 10)]
     assert driver(PrefillDone(A, 10), Tick()) == [Admit(A, RANK1)]
 
 
-def test_times_to_live_and_leases_count_by_the_new_settings(new_driver: "type[Driver]") -> None:
-    driver = new_driver(probe_limit=1, lease_margin_ns=5)
+def test_times_to_live_and_leases_count_by_the_new_settings() -> None:
+    driver = Driver(probe_limit=1, lease_margin_ns=5)
     driver.to_decode(A)
     driver.at(10, RequestArrived(B, Ticket(10)), PrefillDone(B, 10, lease_expires_ns=100))
     driver.to_pool(C)
@@ -162,8 +159,8 @@ def test_times_to_live_and_leases_count_by_the_new_settings(new_driver: "type[Dr
     assert driver.scheduler.next_deadline_ns() is None
 
 
-def test_a_deadline_counts_by_the_new_settings(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_a_deadline_counts_by_the_new_settings() -> None:
+    driver = Driver()
     driver.to_decode(A)
     driver.at(10)
     driver.to_pool(B)
@@ -171,8 +168,8 @@ def test_a_deadline_counts_by_the_new_settings(new_driver: "type[Driver]") -> No
     assert [entry.deadline_ns for entry in driver.scheduler.pool] == [30]
 
 
-def test_overtakings_and_losses_are_remembered(new_driver: "type[Driver]") -> None:
-    driver = new_driver(ranks=2)
+def test_overtakings_and_losses_are_remembered() -> None:
+    driver = Driver(ranks=2)
     driver.to_decode(A)
     driver(DecodeLost(A))
     driver.to_pool(B)
@@ -218,9 +215,9 @@ def test_a_new_projection_knows_how_much_each_request_has_emitted() -> None:
 
 
 @pytest.mark.parametrize("name", ["ranks", "prefillers"])
-def test_fewer_ranks_or_prefillers_are_refused(new_driver: "type[Driver]", name: str) -> None:
+def test_fewer_ranks_or_prefillers_are_refused(name: str) -> None:
     limits: dict[str, Any] = {name: 2}
-    driver = new_driver("br-h", **limits)
+    driver = Driver("br-h", **limits)
     driver.to_decode(A)
     before, config = driver.held(), driver.scheduler.config
     with pytest.raises(ConfigError, match=f"^{name} is 1, cannot be fewer than the 2"):

@@ -2,9 +2,9 @@
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
+from tests.core.driver import Driver
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.errors import ConfigError, LifecycleError
@@ -37,17 +37,14 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
-if TYPE_CHECKING:
-    from tests.core.conftest import Driver
-
 P0 = PrefillerId(0)
 RANK0 = RankId(0)
 A, B, C, D = (RequestId(number) for number in range(4))
 NOTHING = {"tokens": [0], "prefills": [0], "loads": [0], "bound": [0]}
 
 
-def test_a_request_goes_from_arrival_to_its_last_token(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_a_request_goes_from_arrival_to_its_last_token() -> None:
+    driver = Driver()
     assert driver(RequestArrived(A, Ticket(10))) == [StartPrefill(A, P0, 10)]
     assert driver(Tick()) == []
     assert driver(PrefillDone(A, 12)) == []
@@ -60,8 +57,8 @@ def test_a_request_goes_from_arrival_to_its_last_token(new_driver: "type[Driver]
     assert driver.scheduler.requests == {}
 
 
-def test_the_first_token_releases_the_prefiller(new_driver: "type[Driver]") -> None:
-    driver = new_driver(prefiller_kv_tokens=10)
+def test_the_first_token_releases_the_prefiller() -> None:
+    driver = Driver(prefiller_kv_tokens=10)
     driver.to_decode(A)
     assert driver(RequestArrived(B, Ticket(5))) == []
     assert driver.held()["tokens"] == [10]
@@ -69,8 +66,8 @@ def test_the_first_token_releases_the_prefiller(new_driver: "type[Driver]") -> N
     assert driver.held()["tokens"] == [5]
 
 
-def test_the_realised_prompt_replaces_the_estimate(new_driver: "type[Driver]") -> None:
-    driver = new_driver(prefiller_kv_tokens=20)
+def test_the_realised_prompt_replaces_the_estimate() -> None:
+    driver = Driver(prefiller_kv_tokens=20)
     driver(RequestArrived(A, Ticket(18)), RequestArrived(B, Ticket(10)))
     assert driver(PrefillDone(A, 9)) == [StartPrefill(B, P0, 10)]
     assert driver.held()["tokens"] == [19]
@@ -78,8 +75,8 @@ def test_the_realised_prompt_replaces_the_estimate(new_driver: "type[Driver]") -
     assert driver.held()["loads"] == [9]
 
 
-def test_a_lost_prefill_is_tried_again_ahead_of_the_queue(new_driver: "type[Driver]") -> None:
-    driver = new_driver(probe_limit=1)
+def test_a_lost_prefill_is_tried_again_ahead_of_the_queue() -> None:
+    driver = Driver(probe_limit=1)
     driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     assert driver(PrefillLost(A)) == [StartPrefill(A, P0, 10)]
     assert driver(PrefillDone(A, 10)) == [StartPrefill(B, P0, 10)]
@@ -90,18 +87,16 @@ def test_a_lost_prefill_is_tried_again_ahead_of_the_queue(new_driver: "type[Driv
     assert driver(PrefillDone(A, 10)) == [StartPrefill(C, P0, 10)]
 
 
-def test_a_decoder_that_finds_the_kv_cache_gone_gives_its_slot_back(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver()
+def test_a_decoder_that_finds_the_kv_cache_gone_gives_its_slot_back() -> None:
+    driver = Driver()
     driver.to_decode(A)
     assert driver(PrefillLost(A)) == [StartPrefill(A, P0, 10)]
     assert driver.held() == {"tokens": [10], "prefills": [1], "loads": [0], "bound": [0]}
     assert driver(PrefillDone(A, 10), Tick()) == [Admit(A, RANK0)]
 
 
-def test_a_started_request_cannot_lose_its_prefill(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_a_started_request_cannot_lose_its_prefill() -> None:
+    driver = Driver()
     driver.to_decode(A)
     driver(DecodeStarted(A))
     with pytest.raises(LifecycleError, match="request 0 has pulled"):
@@ -109,8 +104,8 @@ def test_a_started_request_cannot_lose_its_prefill(new_driver: "type[Driver]") -
     driver.scheduler.check()
 
 
-def test_a_recomputed_request_is_prefilled_with_what_it_emitted(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_a_recomputed_request_is_prefilled_with_what_it_emitted() -> None:
+    driver = Driver()
     driver.to_decode(A)
     driver.to_pool(B, C)
     driver(DecodeStarted(A), StepCompleted(), StepCompleted(), TokensEmitted(A, 1))
@@ -128,10 +123,8 @@ def test_a_recomputed_request_is_prefilled_with_what_it_emitted(new_driver: "typ
     assert next(iter(driver.scheduler.pool)).age == 4
 
 
-def test_a_lease_that_lapses_before_dispatch_leads_to_another_prefill(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(lease_margin_ns=5)
+def test_a_lease_that_lapses_before_dispatch_leads_to_another_prefill() -> None:
+    driver = Driver(lease_margin_ns=5)
     driver.to_decode(A)
     driver(RequestArrived(B, Ticket(10)), PrefillDone(B, 10, lease_expires_ns=100))
     assert driver.at(94, Tick()) == []
@@ -140,22 +133,20 @@ def test_a_lease_that_lapses_before_dispatch_leads_to_another_prefill(
     assert driver.at(194, Tick()) == [Admit(B, RANK0)]
 
 
-def test_a_lapsed_lease_is_never_dispatched_though_a_slot_is_free(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(lease_margin_ns=5)
+def test_a_lapsed_lease_is_never_dispatched_though_a_slot_is_free() -> None:
+    driver = Driver(lease_margin_ns=5)
     driver(RequestArrived(A, Ticket(10)), PrefillDone(A, 10, lease_expires_ns=100))
     assert driver.at(95, Tick()) == [ReleasePrefill(A, P0), StartPrefill(A, P0, 10)]
 
 
-def test_a_lease_shorter_than_the_margin_can_still_be_used(new_driver: "type[Driver]") -> None:
-    driver = new_driver(lease_margin_ns=5)
+def test_a_lease_shorter_than_the_margin_can_still_be_used() -> None:
+    driver = Driver(lease_margin_ns=5)
     driver(RequestArrived(A, Ticket(10)), PrefillDone(A, 10, lease_expires_ns=4))
     assert driver.at(1, Tick()) == [Admit(A, RANK0)]
 
 
-def test_a_repeated_prefill_gains_no_time_to_live(new_driver: "type[Driver]") -> None:
-    driver = new_driver(ttl_ns=50)
+def test_a_repeated_prefill_gains_no_time_to_live() -> None:
+    driver = Driver(ttl_ns=50)
     driver.to_decode(A)
     driver.to_pool(B)
     driver.at(30, PrefillLost(B))
@@ -163,8 +154,8 @@ def test_a_repeated_prefill_gains_no_time_to_live(new_driver: "type[Driver]") ->
     assert driver.at(50, Tick()) == [ReleasePrefill(B, P0), Expire(B)]
 
 
-def test_a_recomputed_request_has_its_whole_time_to_live(new_driver: "type[Driver]") -> None:
-    driver = new_driver(ttl_ns=50)
+def test_a_recomputed_request_has_its_whole_time_to_live() -> None:
+    driver = Driver(ttl_ns=50)
     driver.to_decode(A)
     driver(DecodeStarted(A), StepCompleted())
     driver.at(100, RequestRecomputed(A))
@@ -172,15 +163,15 @@ def test_a_recomputed_request_has_its_whole_time_to_live(new_driver: "type[Drive
     assert driver.at(149, Tick()) == [Admit(A, RANK0)]
 
 
-def test_a_dispatched_request_has_no_lease_to_lapse(new_driver: "type[Driver]") -> None:
-    driver = new_driver(lease_margin_ns=5)
+def test_a_dispatched_request_has_no_lease_to_lapse() -> None:
+    driver = Driver(lease_margin_ns=5)
     driver(RequestArrived(A, Ticket(10)), PrefillDone(A, 10, lease_expires_ns=100))
     assert driver(Tick()) == [Admit(A, RANK0)]
     assert driver.at(1_000, Tick()) == []
 
 
-def test_a_request_that_outlives_the_pool_expires(new_driver: "type[Driver]") -> None:
-    driver = new_driver(ttl_ns=50)
+def test_a_request_that_outlives_the_pool_expires() -> None:
+    driver = Driver(ttl_ns=50)
     driver.to_decode(A)
     driver.at(10)
     driver.to_pool(B)
@@ -190,16 +181,14 @@ def test_a_request_that_outlives_the_pool_expires(new_driver: "type[Driver]") ->
         driver(RequestCancelled(B))
 
 
-def test_expiry_beats_a_lapsed_lease_and_a_free_slot(new_driver: "type[Driver]") -> None:
-    driver = new_driver(ttl_ns=50, lease_margin_ns=1)
+def test_expiry_beats_a_lapsed_lease_and_a_free_slot() -> None:
+    driver = Driver(ttl_ns=50, lease_margin_ns=1)
     driver(RequestArrived(A, Ticket(10)), PrefillDone(A, 10, lease_expires_ns=40))
     assert driver.at(60, Tick()) == [ReleasePrefill(A, P0), Expire(A)]
 
 
-def test_a_second_prefill_of_the_same_instant_lapses_and_expires_once(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(ttl_ns=50, lease_margin_ns=1, batch_limit=1)
+def test_a_second_prefill_of_the_same_instant_lapses_and_expires_once() -> None:
+    driver = Driver(ttl_ns=50, lease_margin_ns=1, batch_limit=1)
     driver.to_decode(A)
     driver(RequestArrived(B, Ticket(10)), RequestArrived(C, Ticket(10)))
     for request in (B, C):
@@ -225,10 +214,10 @@ LIVES: dict[str, tuple[list[Event], list[Action]]] = {
 @pytest.mark.parametrize("event", [RequestCancelled, RequestFailed])
 @pytest.mark.parametrize("state", LIVES)
 def test_giving_up_releases_everything_exactly_once(
-    new_driver: "type[Driver]", state: str, event: Callable[[RequestId], Event]
+    state: str, event: Callable[[RequestId], Event]
 ) -> None:
     life, expected = LIVES[state]
-    driver = new_driver()
+    driver = Driver()
     driver(*life)
     assert driver.held() != NOTHING
     assert driver(event(A)) == expected
@@ -241,10 +230,9 @@ def test_giving_up_releases_everything_exactly_once(
 
 @pytest.mark.parametrize("event", [RequestCancelled, RequestFailed])
 def test_giving_up_in_the_queue_leaves_the_others_their_turn(
-    new_driver: "type[Driver]",
     event: Callable[[RequestId], Event],
 ) -> None:
-    driver = new_driver(probe_limit=1)
+    driver = Driver(probe_limit=1)
     driver(
         RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)), RequestArrived(C, Ticket(10))
     )
@@ -252,10 +240,8 @@ def test_giving_up_in_the_queue_leaves_the_others_their_turn(
     assert driver(PrefillDone(A, 10)) == [StartPrefill(C, P0, 10)]
 
 
-def test_giving_up_while_it_waits_to_be_prefilled_again_is_possible(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(probe_limit=1)
+def test_giving_up_while_it_waits_to_be_prefilled_again_is_possible() -> None:
+    driver = Driver(probe_limit=1)
     driver.to_decode(A)
     driver(DecodeStarted(A), RequestArrived(B, Ticket(10)))
     assert driver(RequestRecomputed(A)) == []
@@ -264,21 +250,21 @@ def test_giving_up_while_it_waits_to_be_prefilled_again_is_possible(
     assert driver.held() == NOTHING
 
 
-def test_a_request_that_the_prefiller_answered_in_full_is_done(new_driver: "type[Driver]") -> None:
-    driver = new_driver(probe_limit=1)
+def test_a_request_that_the_prefiller_answered_in_full_is_done() -> None:
+    driver = Driver(probe_limit=1)
     driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     assert driver(RequestFinished(A)) == [StartPrefill(B, P0, 10)]
     assert driver.held()["tokens"] == [10]
 
 
-def test_a_cancelled_request_makes_room_at_once(new_driver: "type[Driver]") -> None:
-    driver = new_driver(probe_limit=1)
+def test_a_cancelled_request_makes_room_at_once() -> None:
+    driver = Driver(probe_limit=1)
     driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     assert driver(RequestCancelled(A)) == [AbortPrefill(A, P0), StartPrefill(B, P0, 10)]
 
 
-def test_the_pool_limit_holds_requests_before_prefill(new_driver: "type[Driver]") -> None:
-    driver = new_driver(pool_limit=2)
+def test_the_pool_limit_holds_requests_before_prefill() -> None:
+    driver = Driver(pool_limit=2)
     driver.to_decode(A)
     assert driver(RequestArrived(B, Ticket(10))) == [StartPrefill(B, P0, 10)]
     assert driver(RequestArrived(C, Ticket(10))) == [StartPrefill(C, P0, 10)]
@@ -289,10 +275,8 @@ def test_the_pool_limit_holds_requests_before_prefill(new_driver: "type[Driver]"
     assert driver(Tick()) == [Admit(B, RANK0), StartPrefill(D, P0, 10)]
 
 
-def test_prefills_start_in_order_of_arrival_though_a_later_one_would_fit(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(prefiller_kv_tokens=20)
+def test_prefills_start_in_order_of_arrival_though_a_later_one_would_fit() -> None:
+    driver = Driver(prefiller_kv_tokens=20)
     driver(RequestArrived(A, Ticket(15)))
     assert driver(RequestArrived(B, Ticket(10))) == []
     assert driver(RequestArrived(C, Ticket(1))) == []
@@ -301,10 +285,8 @@ def test_prefills_start_in_order_of_arrival_though_a_later_one_would_fit(
 
 @pytest.mark.parametrize("policy", ["br-0", "br-h"])
 @pytest.mark.parametrize(("now_ns", "is_late"), [(109, False), (110, True)])
-def test_an_overdue_request_goes_first(
-    new_driver: "type[Driver]", policy: str, now_ns: int, is_late: bool
-) -> None:
-    driver = new_driver(policy, ranks=2, batch_limit=2, deadline_ns=100)
+def test_an_overdue_request_goes_first(policy: str, now_ns: int, is_late: bool) -> None:
+    driver = Driver(policy, ranks=2, batch_limit=2, deadline_ns=100)
     # 1,050 tokens on each rank; then 50 of them leave, so that a prompt of 40 just fits.
     driver.to_pool(A, B, prompt_tokens=50)
     driver(Tick())
@@ -325,8 +307,8 @@ def test_an_overdue_request_goes_first(
 # Requests that run several sequences.
 
 
-def test_a_request_takes_a_slot_and_a_prompt_for_each_sequence(new_driver: "type[Driver]") -> None:
-    driver = new_driver(batch_limit=4)
+def test_a_request_takes_a_slot_and_a_prompt_for_each_sequence() -> None:
+    driver = Driver(batch_limit=4)
     assert driver(RequestArrived(A, Ticket(10, slots=3))) == [StartPrefill(A, P0, 10)]
     # The prompt is computed once.
     assert driver.held()["tokens"] == [10]
@@ -340,10 +322,8 @@ def test_a_request_takes_a_slot_and_a_prompt_for_each_sequence(new_driver: "type
     assert driver.held() == NOTHING
 
 
-def test_one_free_slot_is_enough_and_the_rank_is_full_until_all_are_free(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(batch_limit=3)
+def test_one_free_slot_is_enough_and_the_rank_is_full_until_all_are_free() -> None:
+    driver = Driver(batch_limit=3)
     driver.to_decode(A)
     driver(RequestArrived(B, Ticket(10, slots=4)), PrefillDone(B, 10))
     driver.to_pool(C, D)
@@ -356,10 +336,8 @@ def test_one_free_slot_is_enough_and_the_rank_is_full_until_all_are_free(
     assert driver(Tick()) == [Admit(C, RANK0), Admit(D, RANK0)]
 
 
-def test_what_several_sequences_emitted_is_prefilled_again_as_their_mean(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(batch_limit=4)
+def test_what_several_sequences_emitted_is_prefilled_again_as_their_mean() -> None:
+    driver = Driver(batch_limit=4)
     driver(RequestArrived(A, Ticket(10, slots=3)), PrefillDone(A, 10), Tick(), DecodeStarted(A))
     driver(StepCompleted(), TokensEmitted(A, 2))
     assert driver.held()["loads"] == [35]
@@ -373,10 +351,8 @@ def test_what_several_sequences_emitted_is_prefilled_again_as_their_mean(
 # Requests without prefill.
 
 
-def test_a_request_without_prefill_waits_in_the_pool_and_holds_no_prefiller(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(pool_limit=1, probe_limit=1)
+def test_a_request_without_prefill_waits_in_the_pool_and_holds_no_prefiller() -> None:
+    driver = Driver(pool_limit=1, probe_limit=1)
     driver.to_pool(A)
     assert driver(RequestArrived(B, Ticket(10, prefill=False))) == []
     assert driver.held()["tokens"] == [10]
@@ -389,29 +365,23 @@ def test_a_request_without_prefill_waits_in_the_pool_and_holds_no_prefiller(
     assert driver.held() == NOTHING
 
 
-def test_a_request_without_prefill_counts_towards_the_pool_limit(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(pool_limit=1)
+def test_a_request_without_prefill_counts_towards_the_pool_limit() -> None:
+    driver = Driver(pool_limit=1)
     driver(RequestArrived(A, Ticket(10, prefill=False)))
     assert driver(RequestArrived(B, Ticket(10))) == []
     assert driver(Tick()) == [Admit(A, RANK0), StartPrefill(B, P0, 10)]
 
 
-def test_a_request_without_prefill_has_its_times_from_its_arrival(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(ttl_ns=50)
+def test_a_request_without_prefill_has_its_times_from_its_arrival() -> None:
+    driver = Driver(ttl_ns=50)
     driver.to_decode(A)
     driver.at(10, RequestArrived(B, Ticket(10, prefill=False)))
     assert driver.at(59, Tick()) == []
     assert driver.at(60, Tick()) == [Expire(B)]
 
 
-def test_a_recomputed_request_without_prefill_goes_straight_back_to_the_pool(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(ttl_ns=50)
+def test_a_recomputed_request_without_prefill_goes_straight_back_to_the_pool() -> None:
+    driver = Driver(ttl_ns=50)
     driver(RequestArrived(A, Ticket(10, prefill=False)), Tick(), DecodeStarted(A), StepCompleted())
     assert driver.at(100, RequestRecomputed(A)) == []
     (entry,) = driver.scheduler.pool
@@ -419,10 +389,8 @@ def test_a_recomputed_request_without_prefill_goes_straight_back_to_the_pool(
     assert driver(Tick()) == [Admit(A, RANK0)]
 
 
-def test_a_request_without_prefill_goes_back_to_the_pool_when_the_rank_never_took_it(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver()
+def test_a_request_without_prefill_goes_back_to_the_pool_when_the_rank_never_took_it() -> None:
+    driver = Driver()
     driver(RequestArrived(A, Ticket(10, prefill=False)), Tick())
     assert driver(DecodeLost(A)) == []
     assert driver.held() == NOTHING
@@ -430,10 +398,8 @@ def test_a_request_without_prefill_goes_back_to_the_pool_when_the_rank_never_too
 
 
 @pytest.mark.parametrize("events", [(), (Tick(),)], ids=["pooled", "bound"])
-def test_a_request_without_prefill_has_none_to_lose(
-    new_driver: "type[Driver]", events: tuple[Event, ...]
-) -> None:
-    driver = new_driver()
+def test_a_request_without_prefill_has_none_to_lose(events: tuple[Event, ...]) -> None:
+    driver = Driver()
     driver(RequestArrived(A, Ticket(10, prefill=False)), *events)
     before = driver.held()
     with pytest.raises(LifecycleError, match="request 0 has no prefill to lose"):
@@ -455,10 +421,8 @@ UNKNOWN_EVENTS: list[Event] = [
 
 
 @pytest.mark.parametrize("event", UNKNOWN_EVENTS, ids=lambda event: type(event).__name__)
-def test_an_unknown_request_is_refused_and_nothing_changes(
-    new_driver: "type[Driver]", event: Event
-) -> None:
-    driver = new_driver()
+def test_an_unknown_request_is_refused_and_nothing_changes(event: Event) -> None:
+    driver = Driver()
     driver(RequestArrived(A, Ticket(10)))
     with pytest.raises(LifecycleError, match="request 1 is unknown or has ended"):
         driver(event)
@@ -466,16 +430,16 @@ def test_an_unknown_request_is_refused_and_nothing_changes(
     assert list(driver.scheduler.requests) == [A]
 
 
-def test_a_second_arrival_of_a_live_request_is_refused(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_a_second_arrival_of_a_live_request_is_refused() -> None:
+    driver = Driver()
     driver(RequestArrived(A, Ticket(10)))
     with pytest.raises(LifecycleError, match="request 0 has arrived already"):
         driver(RequestArrived(A, Ticket(10)))
     assert driver.held()["tokens"] == [10]
 
 
-def test_a_prompt_without_tokens_is_refused(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_a_prompt_without_tokens_is_refused() -> None:
+    driver = Driver()
     with pytest.raises(LifecycleError, match="0 prompt tokens"):
         driver(RequestArrived(A, Ticket(0)))
     with pytest.raises(LifecycleError, match="0 slots"):
@@ -483,18 +447,16 @@ def test_a_prompt_without_tokens_is_refused(new_driver: "type[Driver]") -> None:
     assert driver.scheduler.requests == {}
 
 
-def test_tokens_before_the_first_are_refused(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_tokens_before_the_first_are_refused() -> None:
+    driver = Driver()
     driver.to_decode(A)
     with pytest.raises(LifecycleError, match="cannot emit 1 tokens now"):
         driver(TokensEmitted(A, 1))
     assert driver.held()["loads"] == [10]
 
 
-def test_tokens_are_taken_back_down_to_the_prompt_and_no_further(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver("br-h", batch_limit=2)
+def test_tokens_are_taken_back_down_to_the_prompt_and_no_further() -> None:
+    driver = Driver("br-h", batch_limit=2)
     driver(RequestArrived(A, Ticket(10, slots=2)), PrefillDone(A, 10), Tick(), DecodeStarted(A))
     driver(StepCompleted(), StepCompleted(), TokensEmitted(A, -3))
     assert driver.held()["loads"] == [21]
@@ -507,8 +469,8 @@ def test_tokens_are_taken_back_down_to_the_prompt_and_no_further(
     assert driver.held()["loads"] == [22]
 
 
-def test_a_recomputed_request_keeps_what_it_emitted_before(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_a_recomputed_request_keeps_what_it_emitted_before() -> None:
+    driver = Driver()
     driver.to_decode(A)
     driver(DecodeStarted(A), StepCompleted(), StepCompleted(), RequestRecomputed(A))
     driver(PrefillDone(A, 12), Tick(), DecodeStarted(A))
@@ -516,15 +478,15 @@ def test_a_recomputed_request_keeps_what_it_emitted_before(new_driver: "type[Dri
         driver(TokensEmitted(A, -1))
 
 
-def test_a_request_may_finish_before_it_was_seen_to_start(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_a_request_may_finish_before_it_was_seen_to_start() -> None:
+    driver = Driver()
     driver.to_decode(A)
     assert driver(RequestFinished(A)) == []
     assert driver.held() == NOTHING
 
 
-def test_a_second_start_is_refused(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_a_second_start_is_refused() -> None:
+    driver = Driver()
     driver.to_decode(A)
     driver(DecodeStarted(A))
     with pytest.raises(LifecycleError, match="cannot start"):
@@ -555,16 +517,16 @@ def test_a_setting_below_one_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("counter", ["held_tokens", "prefills"])
-def test_check_notices_a_leaked_budget(new_driver: "type[Driver]", counter: str) -> None:
-    driver = new_driver()
+def test_check_notices_a_leaked_budget(counter: str) -> None:
+    driver = Driver()
     driver.to_decode(A)
     getattr(driver.scheduler.prefillers, counter)[0] += 1
     with pytest.raises(AssertionError):
         driver.scheduler.check()
 
 
-def test_check_notices_a_leaked_slot(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_check_notices_a_leaked_slot() -> None:
+    driver = Driver()
     driver.scheduler.ledger.bind(A, RANK0, 1)
     with pytest.raises(AssertionError):
         driver.scheduler.check()

@@ -1,11 +1,11 @@
 """The pool keeps order of arrival, counts overtakings, and knows whose time has come."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.driver import Driver
 
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import LifecycleError
@@ -36,9 +36,6 @@ from balanceroute.proxy.core.prefill.budgets import Pairs
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS, Fcfs
 from balanceroute.proxy.core.resources import lease_used, pool_entry
 from balanceroute.proxy.core.waiting import Pool, PoolEntry, Timers
-
-if TYPE_CHECKING:
-    from tests.core.conftest import Driver
 
 
 def entry(
@@ -488,10 +485,8 @@ P0, P1 = PrefillerId(0), PrefillerId(1)
 RANK0 = RankId(0)
 
 
-def test_a_request_that_waits_too_long_before_prefill_is_given_up_in_silence(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(probe_limit=1, queue_ttl_ns=50)
+def test_a_request_that_waits_too_long_before_prefill_is_given_up_in_silence() -> None:
+    driver = Driver(probe_limit=1, queue_ttl_ns=50)
     driver(RequestArrived(A, Ticket(10)))
     driver.at(
         10,
@@ -506,8 +501,8 @@ def test_a_request_that_waits_too_long_before_prefill_is_given_up_in_silence(
         driver(RequestCancelled(B))
 
 
-def test_who_is_given_up_makes_way_for_the_next_one(new_driver: "type[Driver]") -> None:
-    driver = new_driver(prefiller_kv_tokens=20, queue_ttl_ns=50)
+def test_who_is_given_up_makes_way_for_the_next_one() -> None:
+    driver = Driver(prefiller_kv_tokens=20, queue_ttl_ns=50)
     driver(
         RequestArrived(A, Ticket(10)),
         RequestArrived(B, Ticket(15)),
@@ -519,8 +514,8 @@ def test_who_is_given_up_makes_way_for_the_next_one(new_driver: "type[Driver]") 
     ]
 
 
-def test_a_lost_prefill_gains_no_time_in_the_queue(new_driver: "type[Driver]") -> None:
-    driver = new_driver(probe_limit=1, queue_ttl_ns=50)
+def test_a_lost_prefill_gains_no_time_in_the_queue() -> None:
+    driver = Driver(probe_limit=1, queue_ttl_ns=50)
     driver(
         RequestArrived(A, Ticket(10)),
         PrefillDone(A, 10),
@@ -530,11 +525,9 @@ def test_a_lost_prefill_gains_no_time_in_the_queue(new_driver: "type[Driver]") -
     assert driver(Tick()) == [Expire(A)]
 
 
-def test_a_lapsed_lease_has_one_chance_of_a_prefill_though_its_time_in_the_queue_is_over(
-    new_driver: "type[Driver]",
-) -> None:
+def test_a_lapsed_lease_has_one_chance_of_a_prefill_though_its_time_in_the_queue_is_over() -> None:
     for busy in (False, True):
-        driver = new_driver(probe_limit=1, queue_ttl_ns=50)
+        driver = Driver(probe_limit=1, queue_ttl_ns=50)
         driver.to_decode(C)
         driver(
             RequestArrived(A, Ticket(10)),
@@ -547,8 +540,8 @@ def test_a_lapsed_lease_has_one_chance_of_a_prefill_though_its_time_in_the_queue
         assert driver(Tick()) == ([Expire(A)] if busy else [])
 
 
-def test_a_recomputed_request_has_its_whole_time_in_the_queue(new_driver: "type[Driver]") -> None:
-    driver = new_driver(probe_limit=1, queue_ttl_ns=50)
+def test_a_recomputed_request_has_its_whole_time_in_the_queue() -> None:
+    driver = Driver(probe_limit=1, queue_ttl_ns=50)
     driver.to_decode(A)
     driver(DecodeStarted(A))
     driver.at(100, RequestArrived(B, Ticket(10)), RequestRecomputed(A))
@@ -556,10 +549,8 @@ def test_a_recomputed_request_has_its_whole_time_in_the_queue(new_driver: "type[
     assert driver.at(150, Tick()) == [Expire(A)]
 
 
-def test_a_lease_that_is_shorter_than_its_margin_is_used_for_its_half(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(lease_margin_ns=90)
+def test_a_lease_that_is_shorter_than_its_margin_is_used_for_its_half() -> None:
+    driver = Driver(lease_margin_ns=90)
     driver.to_decode(A)
     driver(RequestArrived(B, Ticket(10)))
     driver.at(20, PrefillDone(B, 10, lease_expires_ns=60))
@@ -567,10 +558,8 @@ def test_a_lease_that_is_shorter_than_its_margin_is_used_for_its_half(
     assert ReleasePrefill(B, P0) in driver.at(40, Tick())
 
 
-def test_a_request_whose_lease_lapsed_is_still_known_as_overtaken(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver()
+def test_a_request_whose_lease_lapsed_is_still_known_as_overtaken() -> None:
+    driver = Driver()
     driver.to_decode(A)
     driver(
         RequestArrived(B, Ticket(10)),
@@ -582,12 +571,8 @@ def test_a_request_whose_lease_lapsed_is_still_known_as_overtaken(
     assert [(one.request, one.overtaken) for one in driver.scheduler.pool] == [(B, 3)]
 
 
-def test_the_next_deadline_is_when_a_tick_acts_of_its_own_accord(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(
-        probe_limit=1, queue_ttl_ns=100, ttl_ns=70, deadline_ns=1, lease_margin_ns=5
-    )
+def test_the_next_deadline_is_when_a_tick_acts_of_its_own_accord() -> None:
+    driver = Driver(probe_limit=1, queue_ttl_ns=100, ttl_ns=70, deadline_ns=1, lease_margin_ns=5)
     deadline_ns = driver.scheduler.next_deadline_ns
     assert deadline_ns() is None
     driver.to_decode(A)
@@ -612,8 +597,8 @@ def test_the_next_deadline_is_when_a_tick_acts_of_its_own_accord(
     assert deadline_ns() is None
 
 
-def test_waiting_counts_whom_no_rank_has_taken(new_driver: "type[Driver]") -> None:
-    driver = new_driver(probe_limit=1)
+def test_waiting_counts_whom_no_rank_has_taken() -> None:
+    driver = Driver(probe_limit=1)
     counts = []
     for event in (
         RequestArrived(A, Ticket(10)),
@@ -630,8 +615,8 @@ def test_waiting_counts_whom_no_rank_has_taken(new_driver: "type[Driver]") -> No
     assert counts == [1, 2, 2, 3, 2, 1, 1, 0]
 
 
-def test_the_queue_order_says_who_is_prefilled_next(new_driver: "type[Driver]") -> None:
-    driver = new_driver(probe_limit=1, queue_order=QUEUE_ORDERS["abs"])
+def test_the_queue_order_says_who_is_prefilled_next() -> None:
+    driver = Driver(probe_limit=1, queue_order=QUEUE_ORDERS["abs"])
     driver(
         RequestArrived(A, Ticket(10)),
         RequestArrived(B, Ticket(20, level=1)),
@@ -645,8 +630,8 @@ def test_the_queue_order_says_who_is_prefilled_next(new_driver: "type[Driver]") 
     assert driver.scheduler.waiting == 4
 
 
-def test_the_queue_order_holds_across_the_queues_of_models(new_driver: "type[Driver]") -> None:
-    driver = new_driver(probe_limit=1, queue_order=QUEUE_ORDERS["abs"])
+def test_the_queue_order_holds_across_the_queues_of_models() -> None:
+    driver = Driver(probe_limit=1, queue_order=QUEUE_ORDERS["abs"])
     of_a_model = Eligible(frozenset({P0}), frozenset({RANK0}))
     driver(
         RequestArrived(A, Ticket(10)),
@@ -657,10 +642,8 @@ def test_the_queue_order_holds_across_the_queues_of_models(new_driver: "type[Dri
 
 
 @pytest.mark.parametrize("policy", ["fifo", "br-0"])
-def test_the_queue_order_says_who_leaves_the_pool_next(
-    new_driver: "type[Driver]", policy: str
-) -> None:
-    driver = new_driver(policy, queue_order=QUEUE_ORDERS["abs"])
+def test_the_queue_order_says_who_leaves_the_pool_next(policy: str) -> None:
+    driver = Driver(policy, queue_order=QUEUE_ORDERS["abs"])
     for request, level in (
         (A, 1),
         (B, 1),
@@ -688,8 +671,8 @@ def test_no_lower_level_is_in_the_window_while_a_higher_one_waits_outside(
 # Deadlines of requests.
 
 
-def test_a_request_that_is_due_never_starts_a_prefill(new_driver: "type[Driver]") -> None:
-    driver = new_driver(probe_limit=1, queue_ttl_ns=90)
+def test_a_request_that_is_due_never_starts_a_prefill() -> None:
+    driver = Driver(probe_limit=1, queue_ttl_ns=90)
     driver(
         RequestArrived(A, Ticket(10)),
         RequestArrived(B, Ticket(10, deadline_ns=50)),
@@ -707,8 +690,8 @@ def test_a_request_that_is_due_never_starts_a_prefill(new_driver: "type[Driver]"
     assert driver.scheduler.requests[C].due_ns == 500
 
 
-def test_a_request_that_is_due_never_starts_to_decode(new_driver: "type[Driver]") -> None:
-    driver = new_driver(ttl_ns=90)
+def test_a_request_that_is_due_never_starts_to_decode() -> None:
+    driver = Driver(ttl_ns=90)
     driver(
         RequestArrived(A, Ticket(10, deadline_ns=50)),
         PrefillDone(A, 10),
@@ -722,8 +705,8 @@ def test_a_request_that_is_due_never_starts_to_decode(new_driver: "type[Driver]"
     ]
 
 
-def test_a_request_that_was_served_is_not_due_again(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_a_request_that_was_served_is_not_due_again() -> None:
+    driver = Driver()
     driver(
         RequestArrived(A, Ticket(10, deadline_ns=50)),
         PrefillDone(A, 10),
@@ -746,14 +729,14 @@ class TheLast:
         return candidates[-1]
 
 
-def test_another_prefill_choice_says_who_takes_the_prefill(new_driver: "type[Driver]") -> None:
-    driver = new_driver(prefillers=2, probe_limit=1, prefill_choice=TheLast)
+def test_another_prefill_choice_says_who_takes_the_prefill() -> None:
+    driver = Driver(prefillers=2, probe_limit=1, prefill_choice=TheLast)
     assert driver(RequestArrived(A, Ticket(10))) == [StartPrefill(A, P1, 10)]
     assert driver(RequestArrived(B, Ticket(10))) == [StartPrefill(B, P0, 10)]
 
 
-def test_a_first_token_that_came_is_not_due_any_more(new_driver: "type[Driver]") -> None:
-    driver = new_driver()
+def test_a_first_token_that_came_is_not_due_any_more() -> None:
+    driver = Driver()
     driver.to_decode(B)
     driver(RequestArrived(A, Ticket(10, deadline_ns=100)))
     driver.at(20, FirstToken(A), PrefillDone(A, 10))
@@ -761,10 +744,8 @@ def test_a_first_token_that_came_is_not_due_any_more(new_driver: "type[Driver]")
     assert driver(RequestFinished(B), Tick()) == [Admit(A, RANK0)]
 
 
-def test_who_is_prefilled_again_behind_a_first_token_is_not_due_and_waits_anew(
-    new_driver: "type[Driver]",
-) -> None:
-    driver = new_driver(probe_limit=1, queue_ttl_ns=50)
+def test_who_is_prefilled_again_behind_a_first_token_is_not_due_and_waits_anew() -> None:
+    driver = Driver(probe_limit=1, queue_ttl_ns=50)
     driver.to_decode(B)
     driver(RequestArrived(A, Ticket(10, deadline_ns=100)))
     driver.at(
@@ -779,8 +760,8 @@ def test_who_is_prefilled_again_behind_a_first_token_is_not_due_and_waits_anew(
     assert driver.at(250, Tick()) == [Expire(A)]
 
 
-def test_a_first_token_is_said_by_prefillers_alone(new_driver: "type[Driver]") -> None:
-    driver = new_driver(pool_limit=1)
+def test_a_first_token_is_said_by_prefillers_alone() -> None:
+    driver = Driver(pool_limit=1)
     driver.to_pool(A)
     driver(RequestArrived(B, Ticket(10)))
     for request in (A, B, C):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.driver import Driver
 from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.proxy.core.events import (
@@ -36,7 +37,6 @@ from balanceroute.proxy.core.warm_up import WarmUp, allowed, with_loss
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.core.conftest import Driver
 
 R0, R1 = RankId(0), RankId(1)
 P0, P1 = PrefillerId(0), PrefillerId(1)
@@ -50,7 +50,7 @@ class Site:
         on: The requests on each rank that have no first token yet.
     """
 
-    def __init__(self, driver: "Driver") -> None:
+    def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.sent = 0
         self.on: dict[RankId, list[RequestId]] = {R0: [], R1: []}
@@ -77,9 +77,9 @@ class Site:
         self.on[rank] = []
 
 
-def proved(new_driver: "type[Driver]", policy: str = "br-0") -> Site:
+def proved(policy: str = "br-0") -> Site:
     """Return a fleet whose first rank serves, and whose second one is closed."""
-    site = Site(new_driver(policy, ranks=2, batch_limit=BATCH))
+    site = Site(Driver(policy, ranks=2, batch_limit=BATCH))
     site.driver(RankClosed(R1))
     site.send(1)
     assert site.tick() == {R0: 1}
@@ -89,9 +89,9 @@ def proved(new_driver: "type[Driver]", policy: str = "br-0") -> Site:
 
 @pytest.mark.parametrize("policy", usually(USUAL_POLICIES, POLICIES))
 def test_a_rank_that_came_back_gets_twice_as_many_with_each_round_of_first_tokens(
-    new_driver: "type[Driver]", policy: str
+    policy: str,
 ) -> None:
-    site = proved(new_driver, policy)
+    site = proved(policy)
     site.driver(RankOpened(R1, cold=True))
     got = []
     for _ in range(5):
@@ -106,8 +106,8 @@ def test_a_rank_that_came_back_gets_twice_as_many_with_each_round_of_first_token
         assert not site.driver.scheduler.ranks.warm_up.active
 
 
-def test_it_gets_nothing_more_before_its_first_token(new_driver: "type[Driver]") -> None:
-    site = proved(new_driver)
+def test_it_gets_nothing_more_before_its_first_token() -> None:
+    site = proved()
     site.driver(RankOpened(R1, cold=True))
     site.send(100)
     assert site.tick()[R1] == 1
@@ -116,10 +116,8 @@ def test_it_gets_nothing_more_before_its_first_token(new_driver: "type[Driver]")
         assert site.tick()[R1] == 0
 
 
-def test_a_start_that_is_only_expected_proves_nothing_and_an_answer_does(
-    new_driver: "type[Driver]",
-) -> None:
-    site = proved(new_driver)
+def test_a_start_that_is_only_expected_proves_nothing_and_an_answer_does() -> None:
+    site = proved()
     site.driver(RankOpened(R1, cold=True))
     site.send(100)
     site.tick()
@@ -133,9 +131,9 @@ def test_a_start_that_is_only_expected_proves_nothing_and_an_answer_does(
 
 @pytest.mark.parametrize("loss", [DecodeLost, PrefillLost, RequestCancelled])
 def test_one_that_is_lost_makes_room_for_another_and_no_wider_window(
-    new_driver: "type[Driver]", loss: "Callable[[RequestId], Event]"
+    loss: "Callable[[RequestId], Event]",
 ) -> None:
-    site = proved(new_driver)
+    site = proved()
     site.driver(RankOpened(R1, cold=True))
     site.send(100)
     site.tick()
@@ -145,23 +143,23 @@ def test_one_that_is_lost_makes_room_for_another_and_no_wider_window(
     assert site.tick()[R1] == 1
 
 
-def test_a_fleet_that_begins_as_a_whole_serves_at_once(new_driver: "type[Driver]") -> None:
-    site = Site(new_driver("br-0", ranks=2, batch_limit=BATCH))
+def test_a_fleet_that_begins_as_a_whole_serves_at_once() -> None:
+    site = Site(Driver("br-0", ranks=2, batch_limit=BATCH))
     site.driver(RankClosed(R0), RankClosed(R1))
     site.driver(RankOpened(R0, cold=True), RankOpened(R1, cold=True))
     site.send(100)
     assert site.tick() == {R0: BATCH, R1: BATCH}
 
 
-def test_a_window_holds_nothing_back_if_no_other_rank_is_open(new_driver: "type[Driver]") -> None:
-    site = proved(new_driver)
+def test_a_window_holds_nothing_back_if_no_other_rank_is_open() -> None:
+    site = proved()
     site.driver(RankOpened(R1, cold=True), RankClosed(R0))
     site.send(100)
     assert site.tick() == {R1: BATCH}
 
 
-def test_a_trial_is_one_request_and_then_the_whole_share(new_driver: "type[Driver]") -> None:
-    site = proved(new_driver)
+def test_a_trial_is_one_request_and_then_the_whole_share() -> None:
+    site = proved()
     site.driver(RankOpened(R1, on_trial=True))
     assert not site.driver.scheduler.ranks.is_proved(R1)
     site.send(100)
@@ -171,8 +169,8 @@ def test_a_trial_is_one_request_and_then_the_whole_share(new_driver: "type[Drive
     assert site.tick()[R1] == BATCH - 1
 
 
-def test_a_rank_that_closes_begins_anew(new_driver: "type[Driver]") -> None:
-    site = proved(new_driver)
+def test_a_rank_that_closes_begins_anew() -> None:
+    site = proved()
     site.driver(RankOpened(R1, cold=True))
     site.send(100)
     for _ in range(2):
@@ -183,11 +181,9 @@ def test_a_rank_that_closes_begins_anew(new_driver: "type[Driver]") -> None:
 
 
 @pytest.mark.parametrize("policy", ["br-0", "br-h"])
-def test_a_warm_fleet_decides_as_one_that_never_changed(
-    new_driver: "type[Driver]", policy: str
-) -> None:
+def test_a_warm_fleet_decides_as_one_that_never_changed(policy: str) -> None:
     """The share counts as capacity only while it grows."""
-    sites = [proved(new_driver, policy) for _ in range(2)]
+    sites = [proved(policy) for _ in range(2)]
     sites[0].driver(RankOpened(R1))
     sites[1].driver(RankOpened(R1, cold=True))
     for site in sites:
@@ -208,10 +204,8 @@ def test_a_warm_fleet_decides_as_one_that_never_changed(
         assert sites[0].on == sites[1].on
 
 
-def test_a_rank_with_a_small_share_does_not_get_the_largest_prompts(
-    new_driver: "type[Driver]",
-) -> None:
-    site = proved(new_driver)
+def test_a_rank_with_a_small_share_does_not_get_the_largest_prompts() -> None:
+    site = proved()
     site.send(8)
     site.tick()
     site.start(R0)
@@ -226,10 +220,8 @@ def test_a_rank_with_a_small_share_does_not_get_the_largest_prompts(
 
 
 @pytest.mark.parametrize("policy", ["br-0", "br-h"])
-def test_a_rank_that_came_back_beside_few_requests_gets_some_of_the_next(
-    new_driver: "type[Driver]", policy: str
-) -> None:
-    site = proved(new_driver, policy)
+def test_a_rank_that_came_back_beside_few_requests_gets_some_of_the_next(policy: str) -> None:
+    site = proved(policy)
     site.send(3)
     assert site.tick() == {R0: 3}
     site.start(R0)
@@ -246,9 +238,9 @@ def test_a_rank_that_came_back_beside_few_requests_gets_some_of_the_next(
 # Prefillers.
 
 
-def prefillers(new_driver: "type[Driver]") -> "Driver":
+def prefillers() -> Driver:
     """Return a scheduler whose first prefiller works, and whose second one came back."""
-    driver = new_driver(prefillers=2)
+    driver = Driver(prefillers=2)
     driver(PrefillerClosed(P1))
     first = RequestId(1000)
     assert driver(RequestArrived(first, Ticket(10))) == [StartPrefill(first, P0, 10)]
@@ -257,7 +249,7 @@ def prefillers(new_driver: "type[Driver]") -> "Driver":
     return driver
 
 
-def begun(driver: "Driver", numbers: range) -> dict[PrefillerId, list[RequestId]]:
+def begun(driver: Driver, numbers: range) -> dict[PrefillerId, list[RequestId]]:
     on: dict[PrefillerId, list[RequestId]] = {P0: [], P1: []}
     for number in numbers:
         for action in driver(RequestArrived(RequestId(number), Ticket(10))):
@@ -266,8 +258,8 @@ def begun(driver: "Driver", numbers: range) -> dict[PrefillerId, list[RequestId]
     return on
 
 
-def test_a_prefiller_that_came_back_begins_with_one_prefill(new_driver: "type[Driver]") -> None:
-    driver = prefillers(new_driver)
+def test_a_prefiller_that_came_back_begins_with_one_prefill() -> None:
+    driver = prefillers()
     at, got = 0, []
     for _ in range(4):
         on = begun(driver, range(at, at + 20))
@@ -280,15 +272,15 @@ def test_a_prefiller_that_came_back_begins_with_one_prefill(new_driver: "type[Dr
     assert not driver.scheduler.prefillers.warm_up.active
 
 
-def test_a_prefiller_that_loses_a_prompt_gets_another(new_driver: "type[Driver]") -> None:
-    driver = prefillers(new_driver)
+def test_a_prefiller_that_loses_a_prompt_gets_another() -> None:
+    driver = prefillers()
     (request,) = begun(driver, range(2))[P1]
     driver(PrefillLost(request, elsewhere=True))
     assert len(begun(driver, range(10, 20))[P1]) == 1
 
 
-def test_the_only_open_prefiller_gets_all(new_driver: "type[Driver]") -> None:
-    driver = prefillers(new_driver)
+def test_the_only_open_prefiller_gets_all() -> None:
+    driver = prefillers()
     driver(PrefillerClosed(P0))
     assert len(begun(driver, range(10))[P1]) == 10
 

@@ -4,9 +4,9 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
+from tests.core.driver import Driver
 
 from balanceroute.proxy.core.events import (
     Action,
@@ -43,9 +43,6 @@ from balanceroute.proxy.core.prefill.choices import (
     precise_cache,
     precise_running,
 )
-
-if TYPE_CHECKING:
-    from tests.core.conftest import Driver
 
 P = [PrefillerId(number) for number in range(4)]
 LONG = tuple(range(100, 120))
@@ -176,9 +173,9 @@ NS_PER_TOKEN = 1_000
 class Site:
     """Two prefillers and what they are sent; each prefill takes its time by hand."""
 
-    def __init__(self, new_driver: "type[Driver]", prefillers: int = 2) -> None:
+    def __init__(self, prefillers: int = 2) -> None:
         make = partial(PREFILL_CHOICES["prefix-aware"], PrefillInputs(random.Random(0), 4_000))
-        self.driver = new_driver(prefillers=prefillers, prefill_choice=make)
+        self.driver = Driver(prefillers=prefillers, prefill_choice=make)
         self.sent = 0
 
     @property
@@ -210,8 +207,8 @@ class Site:
             self.done(request, 1_001)
 
 
-def test_a_conversation_returns_to_its_prefiller(new_driver: "type[Driver]") -> None:
-    site = Site(new_driver)
+def test_a_conversation_returns_to_its_prefiller() -> None:
+    site = Site()
     site.warm_up()
     request, home = site.arrive(*range(10))
     site.done(request, 1_001)
@@ -221,8 +218,8 @@ def test_a_conversation_returns_to_its_prefiller(new_driver: "type[Driver]") -> 
         site.done(request, 100 * length + 1, 100 * length - 100)
 
 
-def test_a_prefiller_that_is_far_behind_loses_it(new_driver: "type[Driver]") -> None:
-    site = Site(new_driver)
+def test_a_prefiller_that_is_far_behind_loses_it() -> None:
+    site = Site()
     site.warm_up()
     request, home = site.arrive(*range(10))
     site.done(request, 1_001)
@@ -232,8 +229,8 @@ def test_a_prefiller_that_is_far_behind_loses_it(new_driver: "type[Driver]") -> 
     assert {prefiller for _, prefiller in places} == {0, 1}
 
 
-def test_without_prefixes_the_least_work_takes_it(new_driver: "type[Driver]") -> None:
-    site = Site(new_driver, prefillers=3)
+def test_without_prefixes_the_least_work_takes_it() -> None:
+    site = Site(prefillers=3)
     site.warm_up()
     long_one, first = site.arrive(*range(100, 190))
     _, second = site.arrive(*range(200, 203))
@@ -244,8 +241,8 @@ def test_without_prefixes_the_least_work_takes_it(new_driver: "type[Driver]") ->
     site.driver(PrefillLost(long_one))
 
 
-def test_what_engines_dropped_is_forgotten(new_driver: "type[Driver]") -> None:
-    site = Site(new_driver)
+def test_what_engines_dropped_is_forgotten() -> None:
+    site = Site()
     site.warm_up()
     memory = site.choice.memory
     request, home = site.arrive(*range(10))
@@ -264,8 +261,8 @@ def test_what_engines_dropped_is_forgotten(new_driver: "type[Driver]") -> None:
     assert tables < 3
 
 
-def test_a_restarted_engine_is_noticed_at_the_second_miss(new_driver: "type[Driver]") -> None:
-    site = Site(new_driver)
+def test_a_restarted_engine_is_noticed_at_the_second_miss() -> None:
+    site = Site()
     site.warm_up()
     request, home = site.arrive(*range(10))
     site.done(request, 1_001, 0)
@@ -278,8 +275,8 @@ def test_a_restarted_engine_is_noticed_at_the_second_miss(new_driver: "type[Driv
     assert not index._tables
 
 
-def test_nothing_is_kept_of_requests_that_ended(new_driver: "type[Driver]") -> None:
-    site = Site(new_driver)
+def test_nothing_is_kept_of_requests_that_ended() -> None:
+    site = Site()
     requests = [site.arrive(*range(number, number + 5))[0] for number in range(20)]
     for request in requests[:10]:
         site.done(request, 501)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.conftest import Driver
+from tests.core.driver import Driver
 
 from balanceroute.proxy.core.events import (
     Action,
