@@ -76,7 +76,6 @@ class Exchanged:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more can come."""
         return self._over.is_set()
 
     @property
@@ -91,7 +90,6 @@ class Exchanged:
         return first_value(self.headers, name)
 
     async def end(self) -> "Exchanged":
-        """Wait for the end."""
         await self._over.wait()
         return self
 
@@ -104,11 +102,9 @@ class Exchanged:
         return self
 
     async def until_events(self, count: int) -> "Exchanged":
-        """Wait for so many events."""
         return await self.until(lambda: len(self.events) >= count)
 
     async def tokens(self, count: int) -> None:
-        """Wait for so many events with text."""
         await self.until(lambda: len(self.texts()) >= count)
 
     @property
@@ -133,11 +129,9 @@ class Exchanged:
 
     @property
     def text(self) -> str:
-        """The text of the first choice."""
         return self.text_of(0)
 
     def text_of(self, index: int) -> str:
-        """The whole text of a choice."""
         return "".join(
             map(_said, self._choices(index, self.chunks if self.events else [self.json]))
         )
@@ -229,15 +223,12 @@ class Site:
         return exchanged
 
     async def post(self, path: str, values: object, headers: Headers | None = None) -> Exchanged:
-        """Post something and wait for the whole answer."""
         return await self.send(path, values, headers=headers).end()
 
     async def get(self, path: str, headers: Headers | None = None) -> Exchanged:
-        """Get something."""
         return await self.send(path, method="GET", headers=headers).end()
 
     async def ask(self, engine: str, path: str, values: object, method: str = "POST") -> Exchanged:
-        """Make an exchange with an engine itself."""
         port = self.fleet.engine(engine).port
         return await self.send(path, values, method=method, port=port).end()
 
@@ -286,7 +277,6 @@ class Site:
         assert not any(front.pass_through.in_flight for front in world.fronts)
 
     def close(self) -> None:
-        """Close the client's connections."""
         for endpoint in self._endpoints.values():
             endpoint.close()
 

@@ -2,15 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
+from tests.wire.raw_bytes import connect, serving
 
 from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import HttpRequest
-
-if TYPE_CHECKING:
-    from tests.wire.conftest import Connect, Serving
 
 CHUNKED = b"POST /p HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -36,9 +33,7 @@ class Desk:
         self.replies.append(reply)
 
 
-async def test_bodies_count_as_they_come_and_until_they_are_answered(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_bodies_count_as_they_come_and_until_they_are_answered() -> None:
     """Nothing bounded the sum of the bodies."""
     desk = Desk()
     async with (
@@ -68,7 +63,7 @@ async def test_bodies_count_as_they_come_and_until_they_are_answered(
         assert bodies.used == 0
 
 
-async def test_a_chunked_body_counts_as_it_comes(serving: "Serving", connect: "Connect") -> None:
+async def test_a_chunked_body_counts_as_it_comes() -> None:
     desk = Desk()
     async with (
         serving(desk, body_budget_bytes=1000, body_limit_bytes=900) as server,
@@ -86,9 +81,7 @@ async def test_a_chunked_body_counts_as_it_comes(serving: "Serving", connect: "C
 
 
 @pytest.mark.both_loops
-async def test_who_leaves_and_who_needs_the_body_no_more_gives_room(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_who_leaves_and_who_needs_the_body_no_more_gives_room() -> None:
     desk = Desk()
     async with serving(desk, body_budget_bytes=1000) as server:
         async with connect(server.port) as first, connect(server.port) as second:
@@ -104,9 +97,7 @@ async def test_who_leaves_and_who_needs_the_body_no_more_gives_room(
         await until(lambda: server.bodies.used == 0)
 
 
-async def test_what_is_pipelined_counts_beyond_the_limit_of_a_head(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_what_is_pipelined_counts_beyond_the_limit_of_a_head() -> None:
     """One read brings up to 256 KiB, which nothing bounded over all connections."""
     one = head(50_000) + b"b" * 50_000
 
@@ -131,9 +122,7 @@ async def test_what_is_pipelined_counts_beyond_the_limit_of_a_head(
         assert bodies.used == 0
 
 
-async def test_what_is_pipelined_beyond_the_budget_is_dropped_behind_the_present_answer(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_what_is_pipelined_beyond_the_budget_is_dropped_behind_the_present_answer() -> None:
     desk = Desk()
     async with (
         serving(desk, body_budget_bytes=60_000, body_limit_bytes=60_000) as server,
@@ -151,9 +140,7 @@ async def test_what_is_pipelined_beyond_the_budget_is_dropped_behind_the_present
         assert server.bodies.used == 0
 
 
-async def test_what_is_pipelined_by_who_reads_no_answer_is_dropped_beyond_the_budget(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_what_is_pipelined_by_who_reads_no_answer_is_dropped_beyond_the_budget() -> None:
     def answer(request: HttpRequest, reply: Reply) -> None:
         reply.send(200, [], bytes(1 << 22))
 

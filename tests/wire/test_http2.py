@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from h2.config import H2Configuration
@@ -21,12 +21,10 @@ from h2.events import (
 )
 from h2.settings import SettingCodes
 from hyperframe.frame import ContinuationFrame, GoAwayFrame, HeadersFrame
+from tests.wire.raw_bytes import RawConnection, connect, serving
 
 from balanceroute.proxy.wire.http2 import PREFACE, EitherConnection
 from balanceroute.proxy.wire.messages import HttpRequest, Reply
-
-if TYPE_CHECKING:
-    from tests.wire.conftest import Connect, RawConnection, Serving
 
 EITHER = partial(EitherConnection, 4)
 GET = [(":method", "GET"), (":scheme", "http"), (":authority", "a"), (":path", "/p?q=1")]
@@ -63,7 +61,7 @@ class Recorder:
 class Client:
     """Speaks HTTP/2 over a connection."""
 
-    def __init__(self, raw: "RawConnection") -> None:
+    def __init__(self, raw: RawConnection) -> None:
         self.raw = raw
         config = H2Configuration(
             client_side=True,
@@ -134,16 +132,14 @@ class Client:
 
 
 @asynccontextmanager
-async def client_of(connect: "Connect", port: int) -> AsyncIterator[Client]:
+async def client_of(port: int) -> AsyncIterator[Client]:
     async with connect(port) as raw:
         yield Client(raw)
 
 
 @pytest.mark.both_loops
-async def test_requests_are_answered_beside_each_other_and_beside_http_1(
-    serving: "Serving", connect: "Connect"
-) -> None:
-    async with serving(echo, EITHER) as server, client_of(connect, server.port) as client:
+async def test_requests_are_answered_beside_each_other_and_beside_http_1() -> None:
+    async with serving(echo, EITHER) as server, client_of(server.port) as client:
         first, second = client.ask(), client.ask([*POST, ("x-a", "1")], b"hello")
         fields = {"content-type": "text/plain", "content-length": "17"}
         assert await client.answer(second) == (200, fields, b"POST /p?q=1 hello")
@@ -156,7 +152,7 @@ async def test_requests_are_answered_beside_each_other_and_beside_http_1(
             assert (await plain.answer()).status == 501
 
 
-async def test_a_preface_may_come_in_pieces(serving: "Serving", connect: "Connect") -> None:
+async def test_a_preface_may_come_in_pieces() -> None:
     async with serving(echo, EITHER) as server, connect(server.port) as raw:
         config = H2Configuration(client_side=True, header_encoding="utf-8")
         h2 = H2Connection(config)
@@ -170,11 +166,9 @@ async def test_a_preface_may_come_in_pieces(serving: "Serving", connect: "Connec
         assert (await client.answer(1))[2] == b"GET /p?q=1 "
 
 
-async def test_a_body_and_an_answer_are_larger_than_their_windows(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_body_and_an_answer_are_larger_than_their_windows() -> None:
     body = bytes(range(256)) * 8_000  # 2 MB, eight windows.
-    async with serving(echo, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(echo, EITHER) as server, client_of(server.port) as client:
         number = client.h2.get_next_available_stream_id()
         client.h2.send_headers(number, POST)
         sent = 0
@@ -194,11 +188,9 @@ async def test_a_body_and_an_answer_are_larger_than_their_windows(
         assert headers["content-length"] == str(len(got))
 
 
-async def test_a_stream_is_sent_as_it_is_written_and_its_trailers_are_taken(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_stream_is_sent_as_it_is_written_and_its_trailers_are_taken() -> None:
     recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
         number = client.h2.get_next_available_stream_id()
         client.h2.send_headers(number, POST)
         client.h2.send_data(number, b"body")
@@ -217,13 +209,11 @@ async def test_a_stream_is_sent_as_it_is_written_and_its_trailers_are_taken(
         assert (await client.answer(number))[2] == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
 
 
-async def test_an_unread_answer_pauses_its_engine_alone(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_an_unread_answer_pauses_its_engine_alone() -> None:
     recorder = Recorder()
     async with (
         serving(recorder, EITHER, write_buffer_bytes=1_000) as server,
-        client_of(connect, server.port) as client,
+        client_of(server.port) as client,
     ):
         client.opens_windows = False
         slow, quick = client.ask(), client.ask()
@@ -251,11 +241,9 @@ async def test_an_unread_answer_pauses_its_engine_alone(
         assert len((await client.answer(slow))[2]) == 70_000
 
 
-async def test_a_client_that_gives_up_is_noticed_and_the_others_go_on(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_client_that_gives_up_is_noticed_and_the_others_go_on() -> None:
     recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
         left, stays = client.ask(), client.ask()
         await recorder.until(2)
         recorder.replies[0].start(200, [])
@@ -278,7 +266,7 @@ async def test_a_client_that_gives_up_is_noticed_and_the_others_go_on(
 @pytest.mark.parametrize("path", ["/kept", "/answered", "no-slash"])
 @pytest.mark.parametrize("beyond", [False, True])
 async def test_who_gives_up_in_the_same_bytes_harms_no_other_stream(
-    serving: "Serving", connect: "Connect", path: str, beyond: bool
+    path: str, beyond: bool
 ) -> None:
     """Answered at once, refused as it is malformed, refused as there are too many, or kept."""
     recorder = Recorder()
@@ -286,7 +274,7 @@ async def test_who_gives_up_in_the_same_bytes_harms_no_other_stream(
     def application(request: HttpRequest, reply: Reply) -> None:
         (echo if request.path == b"/answered" else recorder)(request, reply)
 
-    async with serving(application, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(application, EITHER) as server, client_of(server.port) as client:
         stays = [client.ask() for _ in range(4 if beyond else 3)]
         await recorder.until(len(stays))
         client.h2.remote_settings[SettingCodes.MAX_CONCURRENT_STREAMS] = 100
@@ -301,12 +289,10 @@ async def test_who_gives_up_in_the_same_bytes_harms_no_other_stream(
         assert (await client.answer(client.ask([*GET[:3], (":path", "/answered")])))[0] == 200
 
 
-async def test_answers_end_though_the_client_says_that_it_goes(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_answers_end_though_the_client_says_that_it_goes() -> None:
     """RFC 9113 section 6.8: GOAWAY ends nothing that runs."""
     recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
         number = client.ask()
         await recorder.until(1)
         recorder.replies[0].start(200, [])
@@ -319,11 +305,9 @@ async def test_answers_end_though_the_client_says_that_it_goes(
         assert await client.end() is None
 
 
-async def test_an_answer_that_breaks_off_resets_its_stream_behind_what_was_written(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_an_answer_that_breaks_off_resets_its_stream_behind_what_was_written() -> None:
     recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
         number = client.ask()
         await recorder.until(1)
         recorder.replies[0].start(200, [])
@@ -362,14 +346,12 @@ async def test_an_answer_that_breaks_off_resets_its_stream_behind_what_was_writt
     ],
 )
 async def test_what_is_wrong_with_one_request_ends_that_one_alone(
-    serving: "Serving",
-    connect: "Connect",
     fields: list[tuple[str, str]],
     body: bytes | None,
     status: int,
 ) -> None:
     recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
         good = client.ask()
         await recorder.until(1)
         bad = client.ask(fields, body)
@@ -379,21 +361,19 @@ async def test_what_is_wrong_with_one_request_ends_that_one_alone(
         assert len(recorder.requests) == 1
 
 
-async def test_a_host_stands_for_an_authority(serving: "Serving", connect: "Connect") -> None:
+async def test_a_host_stands_for_an_authority() -> None:
     recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
         client.ask([GET[0], GET[1], GET[3], ("host", "b")])
         await recorder.until(1)
         assert recorder.requests[0].header(b"host") == b"b"
         recorder.replies[0].send(200, [], b"")
 
 
-async def test_what_the_head_rules_out_is_answered_before_the_body(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_what_the_head_rules_out_is_answered_before_the_body() -> None:
     async with (
         serving(echo, EITHER, body_limit_bytes=10) as server,
-        client_of(connect, server.port) as client,
+        client_of(server.port) as client,
     ):
         number = client.h2.get_next_available_stream_id()
         client.h2.send_headers(number, [*POST, ("content-length", "11")])
@@ -410,11 +390,9 @@ async def test_what_the_head_rules_out_is_answered_before_the_body(
         assert (await client.answer(other))[2] == b"POST /p?q=1 short"
 
 
-async def test_streams_beyond_the_limit_are_refused_and_may_be_repeated(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_streams_beyond_the_limit_are_refused_and_may_be_repeated() -> None:
     recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
         # At once: it has not seen the server's settings.
         numbers = [client.ask() for _ in range(6)]
         for number in numbers[4:]:
@@ -480,38 +458,32 @@ FLOODS = [
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-async def test_a_flood_ends_the_connection(
-    serving: "Serving", connect: "Connect", flood: Any
-) -> None:
+async def test_a_flood_ends_the_connection(flood: Any) -> None:
     recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
         for i in range(4_000):
             flood(client.h2, i)
         client.flush()
         assert await client.end() == ErrorCodes.ENHANCE_YOUR_CALM
         assert len(recorder.requests) <= 500
-        async with client_of(connect, server.port) as other:
+        async with client_of(server.port) as other:
             other.ask()
             await recorder.until(len(recorder.requests) + 1)
             recorder.replies[-1].send(200, [], b"")
 
 
 @pytest.mark.parametrize("flood", FLOODS[:2])
-async def test_a_little_of_that_is_usual(
-    serving: "Serving", connect: "Connect", flood: Any
-) -> None:
-    async with serving(echo, EITHER) as server, client_of(connect, server.port) as client:
+async def test_a_little_of_that_is_usual(flood: Any) -> None:
+    async with serving(echo, EITHER) as server, client_of(server.port) as client:
         for i in range(200):
             flood(client.h2, i)
         client.flush()
         assert (await client.answer(client.ask()))[0] == 200
 
 
-async def test_windows_may_be_opened_for_each_frame_of_a_long_answer(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_windows_may_be_opened_for_each_frame_of_a_long_answer() -> None:
     recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
         number = client.ask()
         await recorder.until(1)
         reply = recorder.replies[0]
@@ -527,42 +499,34 @@ async def test_windows_may_be_opened_for_each_frame_of_a_long_answer(
         assert len((await client.answer(number))[2]) == 18_000
 
 
-async def test_a_head_without_end_ends_the_connection(
-    serving: "Serving", connect: "Connect"
-) -> None:
-    async with serving(echo, EITHER) as server, client_of(connect, server.port) as client:
+async def test_a_head_without_end_ends_the_connection() -> None:
+    async with serving(echo, EITHER) as server, client_of(server.port) as client:
         client.h2.send_headers(1, [*GET, *((f"x-{i}", "a" * 4_000) for i in range(60))])
         client.flush()
         assert await client.end() is not None
 
 
-async def test_bytes_that_are_no_frames_end_the_connection(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_bytes_that_are_no_frames_end_the_connection() -> None:
     async with serving(echo, EITHER) as server, connect(server.port) as raw:
         raw.send(PREFACE + bytes(9) + b"\xff" * 20_000)
         assert b"GET" not in await raw.rest()
 
 
-async def test_a_frame_or_a_head_that_never_ends_is_not_kept(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_frame_or_a_head_that_never_ends_is_not_kept() -> None:
     """The library keeps 16 MB of a frame that is too long, and 1 MB of a head."""
     long = (1 << 24) - 1
     head = HeadersFrame(1, data=bytes(16_000)).serialize()
     parts = [ContinuationFrame(1, data=bytes(16_000)).serialize() for _ in range(20)]
     unknown = long.to_bytes(3) + b"\xee" + bytes(5)
     for data in (unknown + bytes(1 << 20), head + b"".join(parts)):
-        async with serving(echo, EITHER) as server, client_of(connect, server.port) as client:
+        async with serving(echo, EITHER) as server, client_of(server.port) as client:
             client.raw.send(data)
             assert await client.end() == ErrorCodes.FRAME_SIZE_ERROR
 
 
-async def test_a_drain_lets_answers_end_and_says_where_to_go_on(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_drain_lets_answers_end_and_says_where_to_go_on() -> None:
     recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
         number = client.ask()
         await recorder.until(1)
         server.stop_accepting()
@@ -581,10 +545,8 @@ async def test_a_drain_lets_answers_end_and_says_where_to_go_on(
         assert b"answer" in data
 
 
-async def test_an_idle_connection_is_told_to_go_at_a_drain(
-    serving: "Serving", connect: "Connect"
-) -> None:
-    async with serving(echo, EITHER) as server, client_of(connect, server.port) as client:
+async def test_an_idle_connection_is_told_to_go_at_a_drain() -> None:
+    async with serving(echo, EITHER) as server, client_of(server.port) as client:
         await client.answer(client.ask())
         server.stop_accepting()
         assert await client.end() == ErrorCodes.NO_ERROR
@@ -599,7 +561,7 @@ async def test_an_idle_connection_is_told_to_go_at_a_drain(
     ],
 )
 async def test_who_asks_for_nothing_is_sent_away(
-    serving: "Serving", connect: "Connect", limits: dict[str, float], part: bytes | None
+    limits: dict[str, float], part: bytes | None
 ) -> None:
     async with serving(echo, EITHER, **limits) as server, connect(server.port) as raw:
         if part is not None:
@@ -611,14 +573,12 @@ async def test_who_asks_for_nothing_is_sent_away(
         assert await client.end() == ErrorCodes.NO_ERROR
 
 
-async def test_a_late_body_is_answered_and_a_client_that_stalls_loses_its_answer(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_late_body_is_answered_and_a_client_that_stalls_loses_its_answer() -> None:
     recorder = Recorder()
     limits = {"body_timeout_s": 0.05, "write_timeout_s": 0.2}
     async with (
         serving(recorder, EITHER, **limits) as server,
-        client_of(connect, server.port) as client,
+        client_of(server.port) as client,
     ):
         late = client.h2.get_next_available_stream_id()
         client.h2.send_headers(late, POST)
@@ -633,39 +593,35 @@ async def test_a_late_body_is_answered_and_a_client_that_stalls_loses_its_answer
         assert recorder.closed == recorder.requests
 
 
-async def test_above_the_limit_of_connections_requests_are_refused(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_above_the_limit_of_connections_requests_are_refused() -> None:
     recorder = Recorder()
     async with (
         serving(recorder, EITHER, connection_limit=1) as server,
-        client_of(connect, server.port) as busy,
+        client_of(server.port) as busy,
     ):
         number = busy.ask()
         await recorder.until(1)
-        async with client_of(connect, server.port) as refused:
+        async with client_of(server.port) as refused:
             status, headers, _ = await refused.answer(refused.ask())
             assert (status, headers["retry-after"]) == (503, "1")
             await refused.end()
         recorder.replies[0].send(200, [], b"served")
         assert (await busy.answer(number))[2] == b"served"
         # It is idle now, and gives its place.
-        async with client_of(connect, server.port) as newcomer:
+        async with client_of(server.port) as newcomer:
             newcomer.ask()
             await recorder.until(2)
             assert await busy.end() == ErrorCodes.NO_ERROR
             recorder.replies[1].send(200, [], b"")
 
 
-async def test_an_application_that_fails_harms_one_stream(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_an_application_that_fails_harms_one_stream() -> None:
     def fails(request: HttpRequest, reply: Reply) -> None:
         if request.path == b"/bad":
             raise RuntimeError
         echo(request, reply)
 
-    async with serving(fails, EITHER) as server, client_of(connect, server.port) as client:
+    async with serving(fails, EITHER) as server, client_of(server.port) as client:
         bad, good = client.ask([*GET[:3], (":path", "/bad")]), client.ask()
         assert (await client.answer(bad))[0] == 500
         assert (await client.answer(good))[0] == 200

@@ -4,9 +4,10 @@ import asyncio
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
+from tests.wire.raw_bytes import RawConnection, engine
 
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.turn_writes import (
@@ -16,9 +17,6 @@ from balanceroute.proxy.wire.turn_writes import (
     end_if_silent,
     held_by_kernel,
 )
-
-if TYPE_CHECKING:
-    from tests.wire.conftest import Engine, RawConnection
 
 
 class Loop:
@@ -231,12 +229,10 @@ def test_probes_take_the_second_half_of_the_time(
 @linux
 @pytest.mark.parametrize(("timeout_s", "is_set"), [(30.0, True), (0.0, False)])
 @pytest.mark.both_loops
-async def test_connections_to_engines_are_watched(
-    engine: "Engine", timeout_s: float, is_set: bool
-) -> None:
+async def test_connections_to_engines_are_watched(timeout_s: float, is_set: bool) -> None:
     """A host that vanishes ends its connections in tens of seconds."""
 
-    async def answer(connection: "RawConnection") -> None:
+    async def answer(connection: RawConnection) -> None:
         await connection.until(b"\r\n\r\n")
         connection.send(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
         await connection.rest()

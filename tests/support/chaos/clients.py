@@ -98,7 +98,6 @@ class ClientAnswerReader:
                 self._complete(rest)
 
     def end(self, *, was_reset: bool) -> None:
-        """Take the end of the connection."""
         received = self._received
         received.was_reset = was_reset
         if received.ending is not ClientEnding.OPEN:
@@ -233,7 +232,6 @@ class Client(asyncio.Protocol):
             self.leave_soon()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of the answers."""
         while data and self._current < len(self.answers):
             answer = self.answers[self._current]
             self._reader.feed(data)
@@ -245,7 +243,6 @@ class Client(asyncio.Protocol):
             self._react(self.answers[self._current])
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Take the end."""
         for timer in self._timers:
             timer.cancel()
         if self._current < len(self.answers):
@@ -278,7 +275,6 @@ class Client(asyncio.Protocol):
         self._timers.append(self._loop.call_later(delay_s, self.leave))
 
     def leave(self) -> None:
-        """Leave now."""
         if self._transport is None or self._transport.is_closing() or self.left:
             return
         self.left = True
@@ -384,7 +380,6 @@ class Holders:
         self._tasks = [create(self._hold(port)) for port in ports for _ in range(count)]
 
     async def leave(self) -> None:
-        """Close all connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

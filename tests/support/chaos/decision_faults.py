@@ -62,7 +62,6 @@ class Lapse:
 
 
 def draw_lapse(rng: random.Random) -> Lapse:
-    """Return one."""
     fault, share = rng.choice(list(DecisionFault)), rng.choice([0.1, 0.5, 1.0])
     return Lapse(fault, share, rng.getrandbits(32))
 
@@ -76,15 +75,12 @@ class DecisionFaults:
         self._texts: set[str] = set()
 
     def begin(self, lapse: Lapse) -> None:
-        """Let a lapse begin."""
         self._lapses[lapse] = random.Random(lapse.seed)
 
     def end(self, lapse: Lapse) -> None:
-        """Let a lapse end, if it has not."""
         self._lapses.pop(lapse, None)
 
     def clear(self) -> None:
-        """Let all lapses end."""
         self._lapses.clear()
 
     def due(self, *, predictor: bool) -> DecisionFault | None:
@@ -128,17 +124,14 @@ class FaultyPolicy:
 
     @property
     def slots_beyond_batch(self) -> int | None:
-        """See `Policy`."""
         return self._inner.slots_beyond_batch
 
     @property
     def projection(self) -> "Follower | None":
-        """See `Policy`."""
         return self._inner.projection
 
     @property
     def next_decision_ns(self) -> int | None:
-        """See `Policy`."""
         return self._inner.next_decision_ns
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
@@ -224,24 +217,20 @@ class FaultyPredictor:
         self._faults = faults
 
     def begin(self, request: RequestId, features: "RequestFeatures") -> None:
-        """See `Predictor`."""
         self._inner.begin(request, features)
         self._told()
 
     def observe(self, request: RequestId, output_tokens: int) -> None:
-        """See `Predictor`."""
         self._inner.observe(request, output_tokens)
         self._told()
 
     def forget(self, request: RequestId) -> None:
-        """See `Predictor`."""
         self._inner.forget(request)
         self._told()
 
     def survival(
         self, requests: Sequence[RequestId], ages: "NDArray[np.int64]", steps: int
     ) -> "NDArray[np.float64]":
-        """See `Predictor`."""
         fault = self._faults.due(predictor=True)
         if fault is DecisionFault.PREDICTOR_RAISES:
             raise self._faults.failure("predictor")

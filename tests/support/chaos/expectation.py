@@ -67,7 +67,6 @@ class TextOracle:
         self._known: dict[tuple[int, bool, int | None, bool], Response] = {}
 
     async def start(self) -> None:
-        """Start the engine."""
         await self._fleet.start()
         self._endpoint = Endpoint("127.0.0.1", self._fleet.engines[0].port)
 
@@ -121,7 +120,6 @@ class TextOracle:
         )
 
     async def close(self) -> None:
-        """Stop the engine."""
         self._endpoint.close()
         await self._fleet.close()
 
@@ -366,7 +364,6 @@ class _Progress:
         return _first_difference(wanted[0] if wanted else b"", event)
 
     def missing(self) -> str:
-        """Return what has not come."""
         left = [event for events in self._waiting.values() for event in events] + self._end
         return f"{len(left)} events are missing, {_shown(left[0])} first" if left else ""
 

@@ -170,7 +170,6 @@ class _Draft:
         self.members.insert(self.rng.randint(0, len(self.members)), (key, text))
 
     def message(self) -> bytes:
-        """Return the bytes."""
         pieces = [f"{json.dumps(key)}: {text}" for key, text in self.members]
         text = "{" + ", ".join(pieces) + "}"
         for spoil in self.spoil_text:
@@ -474,7 +473,6 @@ class _Run:
         )
 
     async def run(self) -> None:
-        """Send everything."""
         loop, rng, report = self._loop, self._rng, self._report
         world = World(WorldSettings(self._settings, {"policy": "br-h", "batch": 64}), loop, rng)
         await world.start()

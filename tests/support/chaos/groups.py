@@ -110,7 +110,6 @@ class GroupWorld(World):
 
     @property
     def parts(self) -> Sequence[Part]:
-        """Each group with its engines."""
         return [
             Part(name, fleet, self._observers[name], lambda: self.plane.deployments)
             for name, fleet in self.fleets.items()
@@ -150,7 +149,6 @@ class GroupWorld(World):
         self._latest |= self.plane.deployments
 
     def topology(self) -> str:
-        """Return the file."""
         lines = ['name = "groups"']
         for name, group in self._groups.items():
             fleet = self.fleets[name]
@@ -186,11 +184,9 @@ class GroupWorld(World):
         return await self._order("", next(one for one in tables if one["name"] == name))
 
     async def drain_group(self, name: str) -> Response:
-        """Drain a group likewise."""
         return await self._order("/drain", {"group": name})
 
     async def end_group(self, name: str, *, force: bool) -> Response:
-        """Remove a group likewise."""
         return await self._order("/remove", {"group": name, "force": force})
 
     async def _order(self, path: str, order: Mapping[str, object]) -> Response:
@@ -236,7 +232,6 @@ class DrawnAlias:
     weights: bytes = b""  # The file of its weights; empty if it has none.
 
     def table(self) -> str:
-        """Return it as a file has it."""
         # Numbers, texts and lists of them are alike in JSON and TOML.
         lines = [f"{name} = {json.dumps(value)}" for name, value in self.members.items()]
         scores = [round(1 / (len(self.groups) - place), 3) for place in range(len(self.groups))]
@@ -271,22 +266,18 @@ class GroupPlan:
 
     @property
     def tables(self) -> str:
-        """The aliases as a file has them."""
         return "\n".join(one.table() for one in self.aliases)
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The files that the aliases name."""
         return {_file_of(one.name): one.weights for one in self.aliases if one.weights}
 
     @property
     def flags(self) -> dict[str, object]:
-        """The settings of the whole proxy."""
         flags = {name: self.whole.world.flags[name] for name in _OF_ALL}
         return {"admin": True, "admin_port": 0, **flags}
 
     def settings(self) -> dict[str, GroupSettings]:
-        """Return the groups as a world takes them."""
         return {
             name: GroupSettings(plan.world.engines, proxy=_lines(plan.world.flags))
             for name, plan in self.groups.items()
@@ -486,7 +477,6 @@ _BUSY = b"in flight"
 
 
 def run_seed_of_groups(seed: int, *, requests: int) -> TrialReport:
-    """Carry a seed's plan with several groups out and return what came of it."""
     plan = draw_groups(seed, requests=requests)
     return run_trial(plan.whole, lambda loop, report, log: GroupTrial(plan, loop, report, log))
 

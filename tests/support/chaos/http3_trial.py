@@ -202,7 +202,6 @@ class Http3Client(Client):
         return True
 
     def ask(self, caller: Http3Endpoint) -> None:
-        """Send everything."""
         departure = self.visit.departure
         for request, answer in zip(self.visit.requests, self.answers, strict=True):
             self.sent += 1
@@ -230,7 +229,6 @@ class Http3Client(Client):
             self._react(answer)
 
     def ended(self, answer: Received, ending: ClientEnding) -> None:
-        """Take the end of an answer."""
         answer.ending, answer.ended_s = ending, self._loop.time()
         self._open -= 1
         if not self._open:

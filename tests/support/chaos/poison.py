@@ -128,7 +128,6 @@ class Poisoner:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self) -> None:
-        """Look at the engines from now on."""
         if self._poisons:
             self._tasks.add(self._world.loop.create_task(self._look()))
 
@@ -142,7 +141,6 @@ class Poisoner:
                 await part.fleet.restore(engine.name)
 
     def violations(self) -> list[str]:
-        """Return what must not be."""
         return [
             f"poison: {len(died)} engines died of {name}, {self._poisons[name].when.value}"
             for name, died in self.deaths.items()

@@ -105,11 +105,9 @@ class Promises:
 
     @property
     def roster(self) -> "Roster":
-        """Who knows the engines."""
         return self.part.deployment.roster
 
     def broken(self, what: str) -> None:
-        """Note what must not be."""
         self.world.journal.write("admin: broken", what)
         self.found.append(f"admin: {what}")
 
@@ -163,7 +161,6 @@ class Promises:
         orders.sessions = on_it
 
     def on(self, target: Target) -> frozenset[int]:
-        """Return the requests that an engine has now."""
         return frozenset(int(one.number) for one in self.roster.sessions_on(target))
 
     def _look_at_pause(self) -> None:
@@ -195,6 +192,5 @@ def _name(target: Target) -> str:
 
 
 def other_role(target: Target) -> Target:
-    """Return an engine in the other role."""
     role = Role.DECODE if target.role is Role.PREFILL else Role.PREFILL
     return Target(role, target.url)

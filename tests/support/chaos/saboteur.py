@@ -62,7 +62,6 @@ class Saboteur:
             self._timers.append(call_at(at_s + injection.end_s, self._end, injection))
 
     async def stop(self) -> None:
-        """Undo everything."""
         for timer in self._timers:
             timer.cancel()
         self._disperse()
@@ -85,7 +84,6 @@ class Saboteur:
             await fleet.restore(engine.name)
 
     def close(self) -> None:
-        """Stand aside."""
         for meddler in self._meddlers.values():
             meddler.close()
 

@@ -35,11 +35,9 @@ class DrawnTenant:
 
     @property
     def key(self) -> str:
-        """What its clients present."""
         return f"key-{self.name}"
 
     def table(self) -> str:
-        """Return it as a file has it."""
         members = {
             "name": self.name,
             "key_sha256": sha256(self.key.encode()).hexdigest(),
@@ -60,7 +58,6 @@ class TenantPlan:
     flags: dict[str, object]  # Of the proxy.
 
     def texts(self) -> tuple[str, str]:
-        """Return both files."""
         first, second = ("\n".join(one.table() for one in file) for file in self.files)
         return first, second
 

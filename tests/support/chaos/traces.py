@@ -42,7 +42,6 @@ class SpanCollector:
         await self._server.start("127.0.0.1", _PORT)
 
     async def close(self) -> None:
-        """End."""
         self._server.close()
         await self._server.drain()
 

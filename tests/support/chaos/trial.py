@@ -114,12 +114,10 @@ class TrialReport:
 
 
 def run_seed(seed: int, *, requests: int, near: bool = False) -> TrialReport:
-    """Carry a seed's plan out and return what came of it."""
     return run_plan(draw_plan(seed, requests=requests, near=near))
 
 
 def run_plan(plan: ChaosPlan) -> TrialReport:
-    """Carry a plan out and return what came of it."""
     return run_trial(plan, lambda loop, report, log: Trial(plan, loop, report, log))
 
 
@@ -185,7 +183,6 @@ class Trial:
         return
 
     async def run(self) -> None:
-        """Do it."""
         world, plan, report = self._world, self._plan, self._report
         await world.start_engines()
         known: dict[str, str] = {}
@@ -467,7 +464,6 @@ class Summary:
     violations: dict[int, list[str]] = field(default_factory=dict)
 
     def add(self, report: TrialReport) -> None:
-        """Count one run."""
         self.seeds += 1
         self.requests += report.requests
         self.virtual_s += report.virtual_s
@@ -481,7 +477,6 @@ class Summary:
             self.violations[report.seed] = report.violations
 
     def lines(self) -> Iterable[str]:
-        """Yield the table's lines."""
         yield f"seeds           {self.seeds}  ({_listed(self.weathers)})"
         yield f"requests        {self.requests}"
         yield f"virtual time    {self.virtual_s:.0f} s"

@@ -198,7 +198,6 @@ class SchedulerWatch:
         self._states.clear()
 
     def __call__(self, event: Event, actions: Sequence[Action], now_ns: int) -> None:
-        """See `Observer`."""
         number = None if isinstance(event, _NOT_OF_A_REQUEST) else event.request
         before, started = None, False
         if number is not None:
@@ -269,7 +268,6 @@ class Part:
 
     @property
     def is_there(self) -> bool:
-        """Whether the proxy serves it."""
         return self.name in self.deployments()
 
 
@@ -383,7 +381,6 @@ class World:
         return f"{self._front.get(base, base)}{mark}{rank}"
 
     async def start_engines(self) -> None:
-        """Start the engines, unless they run."""
         for part in self.parts:
             if not part.fleet.engines:
                 await part.fleet.start()
@@ -409,7 +406,6 @@ class World:
         return None
 
     async def _start(self, config: ProxyConfig, environment: Environment) -> None:
-        """Start what serves clients."""
         self.proxy = Proxy(config, environment)
         self._doubt(self.proxy)
         await self.proxy.start()
@@ -457,27 +453,22 @@ class World:
 
     @property
     def plane(self) -> Proxy:
-        """What decides."""
         return self.proxy
 
     @property
     def parts(self) -> Sequence[Part]:
-        """Each deployment with its engines."""
         return [Part(DEFAULT, self.fleet, self.observer, lambda: self.plane.deployments)]
 
     @property
     def scheduler(self) -> Scheduler:
-        """The proxy's."""
         return self.plane.deployment.driver.scheduler
 
     @property
     def port(self) -> int:
-        """Where the proxy listens."""
         return self.proxy.server.port
 
     @property
     def fronts(self) -> list[Front]:
-        """The listeners for clients."""
         server, deployments = self.proxy.server, self.proxy.deployments.values()
         return [Front(server, one.pass_through, one.roster.endpoints) for one in deployments]
 
@@ -502,7 +493,6 @@ class World:
         await self.proxy.drain()
 
     async def close_proxy(self) -> None:
-        """End what serves clients."""
         await self.proxy.close()
 
     async def restart(self) -> None:
@@ -516,7 +506,6 @@ class World:
         self.ended.append(record)
 
     async def close(self) -> None:
-        """End everything."""
         await self.close_proxy()
         for part in self.parts:
             await part.fleet.close()

@@ -50,7 +50,6 @@ class ProxyProcess:
     stderr: Path  # What it says beside that.
 
     def footprint(self) -> Footprint:
-        """Return what it holds now."""
         proc = Path(f"/proc/{self.pid}")
         peers, links = self._peers(proc), []
         for entry in os.scandir(proc / "fd"):

@@ -182,7 +182,6 @@ _ACTS = frozenset({Act.BOARD, Act.KILL, Act.DRAIN})
 
 
 def draw_plan(seed: int, numbers: range, world: WorldSettings, *, calm: bool) -> ChaosPlan:
-    """Return a plan."""
     rng = random.Random(f"soak {seed} {numbers.start}")
     span_s = len(numbers) * S_PER_REQUEST
     visits = draw_visits(rng, numbers, span_s, _MIX, leaving=0.0 if calm else LEAVING)
@@ -255,11 +254,9 @@ class SoakReport:
     wrong: list[str] = field(default_factory=list)  # What is wrong, in words.
 
     def note(self, name: str, value: object) -> None:
-        """Add a row that cannot be wrong."""
         self.rows.append((name, str(value), True))
 
     def check(self, name: str, value: object, right: bool) -> None:
-        """Add a row that is right or wrong."""
         self.rows.append((name, str(value), right))
         if not right:
             self.wrong.append(f"{name}: {value}")
@@ -270,7 +267,6 @@ class SoakReport:
         self.wrong += [f"{name}: {fault}" for fault in faults]
 
     def text(self) -> str:
-        """Return the table."""
         width = max(len(name) for name, _, _ in self.rows)
         lines = [
             f"{' ' if right else '!'} {name:<{width}}  {value}" for name, value, right in self.rows
@@ -300,19 +296,15 @@ class SoakControl:
         self._endpoint = Endpoint(parts.hostname, parts.port)
 
     async def get(self, path: str) -> Any:
-        """Return the JSON of a page."""
         return json.loads(await self.text(path))
 
     async def text(self, path: str) -> str:
-        """Return a page."""
         return await self._exchange(b"GET", path, b"")
 
     async def post(self, path: str, values: Mapping[str, object]) -> None:
-        """Give an order."""
         await self._exchange(b"POST", path, json.dumps(values, default=_plain).encode())
 
     def close(self) -> None:
-        """Close the connections."""
         self._endpoint.close()
 
     async def _exchange(self, method: bytes, path: str, body: bytes) -> str:

@@ -66,15 +66,12 @@ class VirtualSocket:
 
     @property
     def family(self) -> socket.AddressFamily:
-        """The family of the own address."""
         return socket.AF_INET6 if ":" in self._own[0] else socket.AF_INET
 
     def getsockname(self) -> Address:
-        """Return (host, port)."""
         return self._own
 
     def getpeername(self) -> Address:
-        """Return the peer's (host, port)."""
         if self._peer is None:
             raise OSError(errno.ENOTCONN, "a listener has no peer")
         return self._peer
@@ -208,20 +205,16 @@ class VirtualServer(asyncio.Server):
         self._closed: list[asyncio.Future[None]] = []
 
     def attach(self) -> None:
-        """Count an accepted connection."""
         self._connections += 1
 
     def detach(self) -> None:
-        """Count a lost connection."""
         self._connections -= 1
         self._wake_if_over()
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop."""
         return self._loop
 
     def is_serving(self) -> bool:
-        """Return whether connections are accepted."""
         return self._accepting
 
     @property
@@ -232,7 +225,6 @@ class VirtualServer(asyncio.Server):
         return tuple(VirtualSocket(address) for address in self.addresses)
 
     async def start_serving(self) -> None:
-        """Accept connections from now on."""
         if not self._bound:
             raise RuntimeError(f"server {self!r} is closed")
         self._accepting = True

@@ -105,14 +105,12 @@ class DatagramNetwork:
         return transport, protocol
 
     def carry(self, data: bytes, sender: "VirtualDatagrams", to: Address) -> None:
-        """Send a datagram on its way."""
         link = self.down if sender.remote is None else self.up
         arrival_s = link.offer(len(data), self.loop.time())
         if arrival_s is not None:
             self.loop.call_at(arrival_s, self._deliver, data, sender.local, to)
 
     def forget(self, transport: "VirtualDatagrams") -> None:
-        """Close a socket."""
         self._sockets.pop(transport.local, None)
 
     def _deliver(self, data: bytes, sender: Address, to: Address) -> None:
@@ -139,7 +137,6 @@ class VirtualDatagrams(asyncio.DatagramTransport):
         self._closing = False
 
     def sendto(self, data: Any, addr: Any = None) -> None:
-        """Send a datagram."""
         to = addr or self.remote
         assert to is not None, "no address"
         if not self._closing:
@@ -150,16 +147,13 @@ class VirtualDatagrams(asyncio.DatagramTransport):
         return {"sockname": self.local, "peername": self.remote}.get(name, default)
 
     def is_closing(self) -> bool:
-        """Return whether it is closed."""
         return self._closing
 
     def close(self) -> None:
-        """Close it."""
         self._closing = True
         self._network.forget(self)
 
     def abort(self) -> None:
-        """Close it."""
         self.close()
 
 
@@ -189,7 +183,6 @@ class UdpRelay(asyncio.DatagramProtocol):
         self._clients: dict[UdpAddress, _Onward] = {}
 
     async def start(self) -> int:
-        """Listen on loopback; return the port."""
         transport, _ = await self._loop.create_datagram_endpoint(
             lambda: self, local_addr=("127.0.0.1", 0)
         )
@@ -198,13 +191,11 @@ class UdpRelay(asyncio.DatagramProtocol):
         return port
 
     def close(self) -> None:
-        """Close every socket."""
         for onward in self._clients.values():
             onward.close()
         self._own.close()
 
     def datagram_received(self, data: bytes, addr: UdpAddress) -> None:
-        """Take a datagram of a client."""
         onward = self._clients.get(addr)
         if onward is None:
             onward = self._clients[addr] = _Onward(self, addr)
@@ -214,7 +205,6 @@ class UdpRelay(asyncio.DatagramProtocol):
             self._loop.call_at(arrival_s, onward.send, data)
 
     def back(self, data: bytes, client: UdpAddress) -> None:
-        """Take a datagram for a client."""
         arrival_s = self.down.offer(len(data), self._loop.time())
         if arrival_s is not None:
             self._loop.call_at(arrival_s, self._send_back, data, client)

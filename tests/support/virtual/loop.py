@@ -160,17 +160,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # Time and callbacks
 
     def time(self) -> float:
-        """Return the virtual time, in seconds."""
         return self._now
 
     @property
     def timers(self) -> list[VirtualTimer]:
-        """Those that are set and not cancelled."""
         return [handle for _, _, handle in self._timers if not handle._cancelled]
 
     @property
     def pending_timers(self) -> int:
-        """How many timers are set and not cancelled."""
         return len(self._timers) - self._timers_cancelled
 
     def call_later(
@@ -239,7 +236,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle_now._run()
 
     def _jump(self) -> None:
-        """Move the clock to the next timer."""
         timers = self._timers
         if self._timers_cancelled >= SWEEP_AT and self._timers_cancelled * 2 > len(timers):
             # In place: _run_once holds the list. The keys are unique, so a heap of what is left
@@ -286,7 +282,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._parked.clear()
 
     def close(self) -> None:
-        """Close the loop and forget its timers."""
         super().close()
         self._timers.clear()
         self._timers_cancelled = 0

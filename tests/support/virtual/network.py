@@ -97,7 +97,6 @@ class Connection:
         )
 
     def opposite(self, pipe: Pipe) -> Pipe:
-        """Return the other direction."""
         return self.download if pipe is self.upload else self.upload
 
     def reset(self) -> None:
@@ -106,7 +105,6 @@ class Connection:
         self.download.reset(lose=True)
 
     def end_shut(self) -> None:
-        """Note that one end was shut."""
         if self.client.is_shut and self.server.is_shut:
             self._forget(self)
 
@@ -231,7 +229,6 @@ class Network:
 
     @property
     def listeners(self) -> list[Address]:
-        """The bound addresses."""
         return list(self._listeners)
 
     # What the loop calls

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tests.support.played import played_by
@@ -50,12 +51,10 @@ class Recorder(asyncio.Protocol):
         await self.until(lambda recorder: call in recorder.calls)
 
     async def until_lost(self) -> None:
-        """Wait for connection_lost."""
         await self.until(lambda recorder: recorder.is_lost)
 
     @property
     def is_lost(self) -> bool:
-        """Whether connection_lost was called."""
         return bool(self.calls) and self.calls[-1].startswith("lost")
 
     def _record(self, call: str) -> None:
@@ -63,13 +62,11 @@ class Recorder(asyncio.Protocol):
         self._changed.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Record the call and keep the transport."""
         # Both loops' stream transports are asyncio.Transport, or look like it (uvloop's).
         self.transport = transport  # type: ignore[assignment]
         self._record("made")
 
     def data_received(self, data: bytes) -> None:
-        """Record the call and the bytes."""
         self.received += data
         self.sizes.append(len(data))
         if self.calls[-1] == "data":
@@ -80,38 +77,45 @@ class Recorder(asyncio.Protocol):
             self._on_data(self, data)
 
     def eof_received(self) -> bool:
-        """Record the call."""
         self._record("eof")
         return self._keep_open
 
     def pause_writing(self) -> None:
-        """Record the call."""
         self._record("pause")
 
     def resume_writing(self) -> None:
-        """Record the call."""
         self._record("resume")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Record the call and the kind of error."""
         self._record(f"lost {None if exc is None else type(exc).__name__}")
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Both ends of a connection."""
+
+    loop: VirtualLoop
+    client: Recorder
+    server: Recorder
+
+
 def on_a_pair(
-    body: Callable[[VirtualLoop, Recorder, Recorder], Awaitable[None]],
+    body: Callable[[Pair], Awaitable[None]],
     *,
     link: Link | None = None,
     seed: int = 1,
     **options: Any,
 ) -> None:
-    """Run a body with a client and a server; both must end up lost."""
+    """Run a body with a client and a server, and close what it leaves open; both must end up lost."""
 
     async def main(loop: VirtualLoop) -> None:
         server = Recorder(keep_open=True)
         listener = await loop.create_server(lambda: server, HOST, PORT)
         _, client = await loop.create_connection(Recorder, HOST, PORT)
         await server.until_called("made")
-        await body(loop, client, server)
+        await body(Pair(loop, client, server))
+        client.transport.close()
+        server.transport.close()
         listener.close()
         await listener.wait_closed()
         assert loop.network.traffic.open_connections == 0
@@ -120,7 +124,7 @@ def on_a_pair(
     run(main, seed=seed, link=link, **options)
 
 
-with_a_pair = played_by(on_a_pair, places=3)
+with_a_pair = played_by(on_a_pair)
 
 
 async def listen(loop: VirtualLoop, made: list[Recorder]) -> Callable[[], None]:

@@ -51,19 +51,15 @@ class WriteBuffer:
         self.high, self.low = high, low
 
     def add(self, data: bytes) -> None:
-        """Append bytes."""
         self._data += data
 
     def first(self, num_bytes: int) -> bytes:
-        """Return the first bytes, without removing them."""
         return bytes(memoryview(self._data)[: max(num_bytes, 0)])
 
     def drop(self, num_bytes: int) -> None:
-        """Remove the first bytes."""
         del self._data[:num_bytes]
 
     def clear(self) -> None:
-        """Remove all bytes."""
         self._data.clear()
 
     def pauses(self) -> bool:
@@ -203,7 +199,6 @@ class MemoryTransport(asyncio.Transport):
         self._protocol = streaming(protocol)
 
     def get_protocol(self) -> asyncio.BaseProtocol:
-        """Return the protocol."""
         return self._protocol
 
     def is_closing(self) -> bool:
@@ -226,7 +221,6 @@ class MemoryTransport(asyncio.Transport):
         self._paused = self._paused or not self._closing
 
     def resume_reading(self) -> None:
-        """Undo pause_reading."""
         if self._closing or not self._paused:
             return
         self._paused = False
@@ -237,7 +231,6 @@ class MemoryTransport(asyncio.Transport):
         self.look()
 
     def look(self) -> None:
-        """Read what has arrived, or notice a reset behind it."""
         if not self.wants_bytes:
             return
         if self._incoming.is_drained and self.was_reset:
@@ -246,7 +239,6 @@ class MemoryTransport(asyncio.Transport):
             self._incoming.arm()
 
     def receive(self, segment: bytes) -> None:
-        """Give the protocol bytes."""
         try:
             self._protocol.data_received(segment)
         except (SystemExit, KeyboardInterrupt):
@@ -313,7 +305,6 @@ class MemoryTransport(asyncio.Transport):
         self._maybe_pause()
 
     def flush(self) -> None:
-        """Write from the buffer what the window now takes."""
         if self._losing or not self._buffer:
             return
         self._buffer.drop(self._outgoing.send(self._buffer.first(self._outgoing.room)))
@@ -327,7 +318,6 @@ class MemoryTransport(asyncio.Transport):
             self._finish()
 
     def can_write_eof(self) -> bool:
-        """Return True."""
         return True
 
     def write_eof(self) -> None:

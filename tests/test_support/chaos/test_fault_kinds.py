@@ -105,7 +105,7 @@ def injection(
     return Injection("fault", act, role, engine, 0.0, end_s, **what)
 
 
-def one_each(role: Role, act: Act, name: str, values: Iterable[object]) -> list[Injection]:
+def one_each(role: Role, act: Act, name: str, values: Iterable[Any]) -> list[Injection]:
     """Return a fault of each engine of a role: the first one's is the first of the values."""
     return [
         injection(role, act, engine=engine, **{name: value}) for engine, value in enumerate(values)

@@ -8,7 +8,7 @@ import pytest
 from tests.support.played import in_virtual_time
 from tests.support.virtual.addresses import Connect, Link
 from tests.support.virtual.loop import VirtualDeadlock, VirtualLoop
-from tests.support.virtual.recorder import Recorder, listen, on_a_pair, with_a_pair
+from tests.support.virtual.recorder import Pair, Recorder, listen, on_a_pair, with_a_pair
 from tests.support.virtual.runner import run
 
 HOST, PORT = "10.0.0.1", 8000
@@ -114,41 +114,35 @@ async def test_a_connect_cancelled_at_its_last_step_closes_what_it_made(loop: Vi
 
 @pytest.mark.parametrize("count", [0, 1, 7, 100])
 @with_a_pair(link=lambda count: Link(reset_after_download_bytes=count))
-async def test_a_connection_is_reset_after_so_many_bytes(
-    _: VirtualLoop, client: Recorder, server: Recorder, count: int
-) -> None:
-    server.transport.write(bytes(range(60)))
-    server.transport.write(bytes(range(60, 120)))
-    await client.until_lost()
-    await server.until_lost()
-    assert client.received == bytes(range(count))
-    assert client.calls == ["made", *(["data"] if count else []), "lost ConnectionResetError"]
-    assert server.calls == ["made", "lost ConnectionResetError"]
+async def test_a_connection_is_reset_after_so_many_bytes(pair: Pair, count: int) -> None:
+    pair.server.transport.write(bytes(range(60)))
+    pair.server.transport.write(bytes(range(60, 120)))
+    await pair.client.until_lost()
+    await pair.server.until_lost()
+    assert pair.client.received == bytes(range(count))
+    assert pair.client.calls == ["made", *(["data"] if count else []), "lost ConnectionResetError"]
+    assert pair.server.calls == ["made", "lost ConnectionResetError"]
 
 
 @with_a_pair(link=Link(reset_after_upload_bytes=4))
-async def test_an_upload_can_be_reset_too(
-    _: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    client.transport.write(bytes(10))
-    await server.until_lost()
-    await client.until_lost()
-    assert len(server.received) == 4
+async def test_an_upload_can_be_reset_too(pair: Pair) -> None:
+    pair.client.transport.write(bytes(10))
+    await pair.server.until_lost()
+    await pair.client.until_lost()
+    assert len(pair.server.received) == 4
 
 
 @with_a_pair(link=Link(stall_after_download_bytes=4, stall_s=300.0))
-async def test_a_stall_delivers_nothing_until_it_is_over(
-    loop: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    began = loop.time()
-    server.transport.write(b"0123456789")
-    server.transport.close()
-    await client.until_called("data")
-    assert client.received == b"0123"
-    await client.until(lambda end: len(end.received) == 10)
-    assert loop.time() - began == pytest.approx(300.0, abs=0.01)
-    await client.until_lost()
-    assert client.calls == ["made", "data", "eof", "lost None"]
+async def test_a_stall_delivers_nothing_until_it_is_over(pair: Pair) -> None:
+    began = pair.loop.time()
+    pair.server.transport.write(b"0123456789")
+    pair.server.transport.close()
+    await pair.client.until_called("data")
+    assert pair.client.received == b"0123"
+    await pair.client.until(lambda end: len(end.received) == 10)
+    assert pair.loop.time() - began == pytest.approx(300.0, abs=0.01)
+    await pair.client.until_lost()
+    assert pair.client.calls == ["made", "data", "eof", "lost None"]
 
 
 def test_a_half_open_connection_stays_so_for_ever() -> None:
@@ -174,16 +168,14 @@ def test_a_half_open_connection_stays_so_for_ever() -> None:
 
 
 @with_a_pair()
-async def test_a_stalled_reset_arrives_when_the_stall_is_over(
-    loop: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    (connection,) = loop.network.connections()
+async def test_a_stalled_reset_arrives_when_the_stall_is_over(pair: Pair) -> None:
+    (connection,) = pair.loop.network.connections()
     connection.stall(50.0)
-    began = loop.time()
-    server.transport.abort()
-    await client.until_lost()
-    assert client.calls[-1] == "lost ConnectionResetError"
-    assert loop.time() - began == pytest.approx(50.0)
+    began = pair.loop.time()
+    pair.server.transport.abort()
+    await pair.client.until_lost()
+    assert pair.client.calls[-1] == "lost ConnectionResetError"
+    assert pair.loop.time() - began == pytest.approx(50.0)
 
 
 def test_an_abort_is_a_reset_unless_told_otherwise() -> None:
@@ -202,25 +194,22 @@ def test_an_abort_is_a_reset_unless_told_otherwise() -> None:
 
 
 @with_a_pair()
-async def test_an_abort_after_a_close_changes_nothing(
-    _: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    client.transport.close()
-    client.transport.abort()
-    await server.until_called("eof")
-    server.transport.close()
+async def test_an_abort_after_a_close_changes_nothing(pair: Pair) -> None:
+    pair.client.transport.close()
+    pair.client.transport.abort()
+    await pair.server.until_called("eof")
 
 
 def test_what_is_on_its_way_may_be_lost_to_a_reset() -> None:
     lengths: set[int] = set()
 
-    async def body(_: VirtualLoop, client: Recorder, server: Recorder) -> None:
+    async def body(pair: Pair) -> None:
         for letter in (b"a", b"b", b"c", b"d"):
-            server.transport.write(letter)
-        server.transport.abort()
-        server.transport.write(b"e")
-        await client.until_lost()
-        lengths.add(len(client.received))
+            pair.server.transport.write(letter)
+        pair.server.transport.abort()
+        pair.server.transport.write(b"e")
+        await pair.client.until_lost()
+        lengths.add(len(pair.client.received))
 
     for seed in range(30):
         on_a_pair(body, seed=seed)
@@ -228,17 +217,15 @@ def test_what_is_on_its_way_may_be_lost_to_a_reset() -> None:
 
 
 @with_a_pair()
-async def test_bytes_that_meet_a_closed_socket_come_back_as_a_reset(
-    loop: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
+async def test_bytes_that_meet_a_closed_socket_come_back_as_a_reset(pair: Pair) -> None:
     async def body(_: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        client.transport.close()
-        server.transport.write(b"crossing")
-        await server.until_lost()
-        assert server.calls == ["made", "eof", "lost BrokenPipeError"]
+        pair.client.transport.close()
+        pair.server.transport.write(b"crossing")
+        await pair.server.until_lost()
+        assert pair.server.calls == ["made", "eof", "lost BrokenPipeError"]
 
-    loop.call_later(10.0, lambda: server.transport.write(b"again"))
-    await body(loop, client, server)
+    pair.loop.call_later(10.0, lambda: pair.server.transport.write(b"again"))
+    await body(pair.loop, pair.client, pair.server)
 
 
 # Outages
@@ -336,16 +323,14 @@ async def test_a_silent_listener_swallows_everything_until_restored(loop: Virtua
 
 
 @with_a_pair(link=Link(window_bytes=100))
-async def test_a_window_that_opened_in_a_black_hole_is_seen_afterwards(
-    loop: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    client.transport.write(bytes(200))
-    await server.until(lambda end: len(end.received) == 100)
-    loop.network.silence(HOST, PORT)  # The news of the open window is on its way.
+async def test_a_window_that_opened_in_a_black_hole_is_seen_afterwards(pair: Pair) -> None:
+    pair.client.transport.write(bytes(200))
+    await pair.server.until(lambda end: len(end.received) == 100)
+    pair.loop.network.silence(HOST, PORT)  # The news of the open window is on its way.
     await asyncio.sleep(100.0)
-    assert len(server.received) == 100
-    assert client.transport.get_write_buffer_size() == 100
-    loop.network.restore(HOST, PORT)
-    await server.until(lambda end: len(end.received) == 200)
-    client.transport.close()
-    server.transport.close()
+    assert len(pair.server.received) == 100
+    assert pair.client.transport.get_write_buffer_size() == 100
+    pair.loop.network.restore(HOST, PORT)
+    await pair.server.until(lambda end: len(end.received) == 200)
+    pair.client.transport.close()
+    pair.server.transport.close()

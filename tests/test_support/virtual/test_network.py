@@ -10,7 +10,7 @@ from tests.support.played import in_virtual_time
 from tests.support.virtual.addresses import Link
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.network import Network
-from tests.support.virtual.recorder import Recorder, listen, on_a_pair, with_a_pair
+from tests.support.virtual.recorder import Pair, Recorder, listen, on_a_pair, with_a_pair
 from tests.support.virtual.runner import run
 
 HOST, PORT = "10.0.0.1", 8000
@@ -22,16 +22,13 @@ Listen = Callable[[VirtualLoop, list[Recorder]], Awaitable[Callable[[], None]]]
 
 
 @with_a_pair(link=Link(latency_s=0.25))
-async def test_a_connect_takes_a_round_trip_and_a_byte_one_way(
-    loop: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    assert loop.time() == 1000.0 + 3 * 0.25  # The server has it half a round trip later.
-    client.transport.write(b"x")
-    await server.until_called("data")
-    assert loop.time() == 1001.0
-    client.transport.close()
-    await server.until_called("eof")
-    server.transport.close()
+async def test_a_connect_takes_a_round_trip_and_a_byte_one_way(pair: Pair) -> None:
+    assert pair.loop.time() == 1000.0 + 3 * 0.25  # The server has it half a round trip later.
+    pair.client.transport.write(b"x")
+    await pair.server.until_called("data")
+    assert pair.loop.time() == 1001.0
+    pair.client.transport.close()
+    await pair.server.until_called("eof")
 
 
 @in_virtual_time(link=Link(latency_s=1.0), settle_s=5.0)
@@ -53,16 +50,16 @@ async def test_the_connecting_end_goes_on_before_the_accepting_end_exists(
 def test_jitter_delays_segments_but_keeps_their_order() -> None:
     times: list[float] = []
 
-    async def body(loop: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        began = loop.time()
+    async def body(pair: Pair) -> None:
+        began = pair.loop.time()
         for number in range(50):
-            loop.call_later(0.1 * number, client.transport.write, bytes([number]))
+            pair.loop.call_later(0.1 * number, pair.client.transport.write, bytes([number]))
         for number in range(50):
-            await server.until(lambda end, count=number: len(end.received) > count)  # type: ignore[misc]
-            times.append(loop.time() - began - 0.1 * number)
-        assert server.received == bytes(range(50))
-        client.transport.close()
-        server.transport.close()
+            await pair.server.until(lambda end, count=number: len(end.received) > count)  # type: ignore[misc]
+            times.append(pair.loop.time() - began - 0.1 * number)
+        assert pair.server.received == bytes(range(50))
+        pair.client.transport.close()
+        pair.server.transport.close()
 
     on_a_pair(body, link=Link(latency_s=1.0, jitter_s=0.5))
     assert 1.0 <= min(times) < 1.1
@@ -71,156 +68,119 @@ def test_jitter_delays_segments_but_keeps_their_order() -> None:
 
 
 @with_a_pair(link=Link(latency_s=0.5, bytes_per_s=1000.0))
-async def test_a_line_rate_spreads_bytes_over_time(
-    loop: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    began = loop.time()
+async def test_a_line_rate_spreads_bytes_over_time(pair: Pair) -> None:
+    began = pair.loop.time()
     for _ in range(10):
-        client.transport.write(bytes(1000))
-    await server.until(lambda end: len(end.received) == 10_000)
-    assert loop.time() - began == pytest.approx(10.0 + 0.5)
-    assert server.sizes == [1000] * 10
-    client.transport.close()
-    server.transport.close()
+        pair.client.transport.write(bytes(1000))
+    await pair.server.until(lambda end: len(end.received) == 10_000)
+    assert pair.loop.time() - began == pytest.approx(10.0 + 0.5)
+    assert pair.server.sizes == [1000] * 10
 
 
 @with_a_pair()
-async def test_segments_of_one_instant_are_read_as_one(
-    _: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    client.transport.write(b"one")
-    client.transport.write(b"two")
-    await server.until_called("data")
-    assert server.sizes == [6]
-    client.transport.close()
-    server.transport.close()
+async def test_segments_of_one_instant_are_read_as_one(pair: Pair) -> None:
+    pair.client.transport.write(b"one")
+    pair.client.transport.write(b"two")
+    await pair.server.until_called("data")
+    assert pair.server.sizes == [6]
 
 
 @with_a_pair(link=Link(split_bytes=3))
-async def test_segments_are_split_into_pieces_of_drawn_sizes(
-    _: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    client.transport.write(bytes(range(250)))
-    await server.until(lambda end: len(end.received) == 250)
-    assert server.received == bytes(range(250))
-    assert set(server.sizes) == {1, 2, 3}
-    client.transport.close()
-    server.transport.close()
+async def test_segments_are_split_into_pieces_of_drawn_sizes(pair: Pair) -> None:
+    pair.client.transport.write(bytes(range(250)))
+    await pair.server.until(lambda end: len(end.received) == 250)
+    assert pair.server.received == bytes(range(250))
+    assert set(pair.server.sizes) == {1, 2, 3}
 
 
 @with_a_pair(link=Link(coalesce_s=1.0, latency_s=0.01))
-async def test_segments_of_one_period_are_coalesced(
-    loop: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    await asyncio.sleep(2.0 - loop.time() % 1.0)
+async def test_segments_of_one_period_are_coalesced(pair: Pair) -> None:
+    await asyncio.sleep(2.0 - pair.loop.time() % 1.0)
     for _ in range(20):
-        client.transport.write(b"token")
+        pair.client.transport.write(b"token")
         await asyncio.sleep(0.1)
-    await server.until(lambda end: len(end.received) == 100)
-    assert server.sizes == [50, 50]
-    client.transport.close()
-    server.transport.close()
+    await pair.server.until(lambda end: len(end.received) == 100)
+    assert pair.server.sizes == [50, 50]
 
 
 @with_a_pair(link=Link(window_bytes=1_000_000))
-async def test_a_read_takes_no_more_than_asyncio_would(
-    _: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    client.transport.write(bytes(600_000))
-    await server.until(lambda end: len(end.received) == 600_000)
-    assert server.sizes == [262_144, 262_144, 75_712]
-    client.transport.close()
-    server.transport.close()
+async def test_a_read_takes_no_more_than_asyncio_would(pair: Pair) -> None:
+    pair.client.transport.write(bytes(600_000))
+    await pair.server.until(lambda end: len(end.received) == 600_000)
+    assert pair.server.sizes == [262_144, 262_144, 75_712]
 
 
 @with_a_pair(link=Link(window_bytes=1000))
-async def test_the_window_bounds_what_a_paused_reader_is_owed(
-    loop: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    server.transport.pause_reading()
-    client.transport.set_write_buffer_limits(high=500, low=100)
-    client.transport.write(bytes(1000))
-    assert client.transport.get_write_buffer_size() == 0
-    client.transport.write(bytes(500))
-    assert client.calls == ["made"]
-    client.transport.write(b"x")
-    assert client.calls == ["made", "pause"]
-    assert client.transport.get_write_buffer_size() == 501
+async def test_the_window_bounds_what_a_paused_reader_is_owed(pair: Pair) -> None:
+    pair.server.transport.pause_reading()
+    pair.client.transport.set_write_buffer_limits(high=500, low=100)
+    pair.client.transport.write(bytes(1000))
+    assert pair.client.transport.get_write_buffer_size() == 0
+    pair.client.transport.write(bytes(500))
+    assert pair.client.calls == ["made"]
+    pair.client.transport.write(b"x")
+    assert pair.client.calls == ["made", "pause"]
+    assert pair.client.transport.get_write_buffer_size() == 501
     await asyncio.sleep(100.0)
-    assert server.received == b""
-    assert loop.network.traffic.bytes_sent == 1000
-    server.transport.resume_reading()
-    await client.until_called("resume")
-    await server.until(lambda end: len(end.received) == 1501)
-    assert server.sizes == [1000, 501]
-    client.transport.close()
-    server.transport.close()
+    assert pair.server.received == b""
+    assert pair.loop.network.traffic.bytes_sent == 1000
+    pair.server.transport.resume_reading()
+    await pair.client.until_called("resume")
+    await pair.server.until(lambda end: len(end.received) == 1501)
+    assert pair.server.sizes == [1000, 501]
 
 
 @with_a_pair()
-async def test_a_buffer_handed_to_write_may_be_reused(
-    _: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
+async def test_a_buffer_handed_to_write_may_be_reused(pair: Pair) -> None:
     block = bytearray(b"abc")
-    client.transport.write(block)
-    client.transport.write(memoryview(block)[1:])
+    pair.client.transport.write(block)
+    pair.client.transport.write(memoryview(block)[1:])
     block[:] = b"xyz"
-    await server.until_called("data")
-    assert server.received == b"abcbc"
+    await pair.server.until_called("data")
+    assert pair.server.received == b"abcbc"
     with pytest.raises(TypeError, match="bytes-like"):
-        client.transport.write("text")  # type: ignore[arg-type]
-    client.transport.close()
-    server.transport.close()
+        pair.client.transport.write("text")  # type: ignore[arg-type]
 
 
 @with_a_pair()
-async def test_write_buffer_limits_are_checked(
-    _: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    transport = client.transport
+async def test_write_buffer_limits_are_checked(pair: Pair) -> None:
+    transport = pair.client.transport
     assert transport.get_write_buffer_limits() == (16_384, 65_536)
     transport.set_write_buffer_limits(low=10)
     assert transport.get_write_buffer_limits() == (10, 40)
     with pytest.raises(ValueError, match="high"):
         transport.set_write_buffer_limits(high=1, low=2)
     transport.close()
-    server.transport.close()
 
 
 # What a transport says
 
 
 @with_a_pair()
-async def test_a_transport_knows_its_addresses(
-    _: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    peer = server.transport.get_extra_info("peername")
-    assert client.transport.get_extra_info("peername") == (HOST, PORT)
-    assert client.transport.get_extra_info("sockname") == peer
-    assert server.transport.get_extra_info("sockname") == (HOST, PORT)
-    assert client.transport.get_extra_info("cipher", "none") == "none"
-    named = client.transport.get_extra_info("socket")
+async def test_a_transport_knows_its_addresses(pair: Pair) -> None:
+    peer = pair.server.transport.get_extra_info("peername")
+    assert pair.client.transport.get_extra_info("peername") == (HOST, PORT)
+    assert pair.client.transport.get_extra_info("sockname") == peer
+    assert pair.server.transport.get_extra_info("sockname") == (HOST, PORT)
+    assert pair.client.transport.get_extra_info("cipher", "none") == "none"
+    named = pair.client.transport.get_extra_info("socket")
     assert (named.getsockname(), named.getpeername()) == (peer, (HOST, PORT))
     assert (named.family, named.fileno()) == (socket.AF_INET, -1)
-    assert "10.0.0.1:8000 open" in repr(client.transport)
-    client.transport.close()
-    server.transport.close()
+    assert "10.0.0.1:8000 open" in repr(pair.client.transport)
 
 
 @with_a_pair()
-async def test_a_transport_can_change_its_protocol(
-    _: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
+async def test_a_transport_can_change_its_protocol(pair: Pair) -> None:
     second = Recorder()
-    second.connection_made(server.transport)
-    server.transport.set_protocol(second)
-    assert server.transport.get_protocol() is second
-    client.transport.write(b"for the second")
-    client.transport.close()
+    second.connection_made(pair.server.transport)
+    pair.server.transport.set_protocol(second)
+    assert pair.server.transport.get_protocol() is second
+    pair.client.transport.write(b"for the second")
+    pair.client.transport.close()
     await second.until_lost()
-    assert server.calls == ["made"]
+    assert pair.server.calls == ["made"]
     assert second.calls == ["made", "data", "eof", "lost None"]
-    assert server.transport.get_protocol() is not second  # No cycle stays behind.
+    assert pair.server.transport.get_protocol() is not second  # No cycle stays behind.
 
 
 # Listeners
@@ -327,32 +287,27 @@ def test_wait_closed_waits_for_the_accepted_connections() -> None:
 
 
 @with_a_pair()
-async def test_connections_and_bytes_are_counted(
-    loop: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    network = loop.network
+async def test_connections_and_bytes_are_counted(pair: Pair) -> None:
+    network = pair.loop.network
     assert network.traffic.open_connections == 2
-    client.transport.write(b"12345")
+    pair.client.transport.write(b"12345")
     assert (network.traffic.bytes_sent, network.traffic.bytes_delivered) == (5, 0)
-    await server.until_called("data")
+    await pair.server.until_called("data")
     assert (network.traffic.bytes_sent, network.traffic.bytes_delivered) == (5, 5)
-    client.transport.close()
-    await server.until_called("eof")
+    pair.client.transport.close()
+    await pair.server.until_called("eof")
     assert network.traffic.open_connections == 1
-    server.transport.close()
 
 
 @with_a_pair(link=Link(latency_s=1.0), journal=True)
-async def test_the_journal_tells_what_happened(
-    loop: VirtualLoop, client: Recorder, server: Recorder
-) -> None:
-    client.transport.write(b"12345")
-    await server.until_called("data")
-    client.transport.close()
-    await server.until_called("eof")
-    server.transport.close()
-    await server.until_lost()
-    journal = loop.network.traffic.journal
+async def test_the_journal_tells_what_happened(pair: Pair) -> None:
+    pair.client.transport.write(b"12345")
+    await pair.server.until_called("data")
+    pair.client.transport.close()
+    await pair.server.until_called("eof")
+    pair.server.transport.close()
+    await pair.server.until_lost()
+    journal = pair.loop.network.traffic.journal
     assert journal is not None
     assert [event[1:] for event in journal] == [
         ("connect", 1, "client", 0),

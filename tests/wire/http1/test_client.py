@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.wire.raw_bytes import RawConnection, Script, engine
 
 from balanceroute.proxy.wire.http1.client import Call, Endpoint, fetch
 from balanceroute.proxy.wire.messages import (
@@ -23,7 +24,7 @@ from balanceroute.proxy.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from tests.wire.conftest import Engine, RawConnection, Run, Script
+    from tests.wire.conftest import Run
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -92,17 +93,17 @@ async def exchange(endpoint: Endpoint, body: Payload = b"", method: bytes = b"PO
     return handler
 
 
-async def request_of(connection: "RawConnection") -> bytes:
+async def request_of(connection: RawConnection) -> bytes:
     """Read one request with a length, or without a body."""
     head = await connection.until(b"\r\n\r\n")
     _, found, rest = head.partition(b"content-length: ")
     return head + await connection.exactly(int(rest.partition(b"\r\n")[0]) if found else 0)
 
 
-def answering(*answers: bytes, split: bool = False) -> "Script":
+def answering(*answers: bytes, split: bool = False) -> Script:
     """Answer each request in turn, then wait for the end of the connection."""
 
-    async def script(connection: "RawConnection") -> None:
+    async def script(connection: RawConnection) -> None:
         for answer in answers:
             await request_of(connection)
             pieces = [answer[i : i + 1] for i in range(len(answer))] if split else [answer]
@@ -114,7 +115,7 @@ def answering(*answers: bytes, split: bool = False) -> "Script":
 
 def answer_and_close(
     answer: bytes, *, reset: bool = False, seen: Callable[[], bool] = lambda: True
-) -> "Script":
+) -> Script:
     """Answer one request and close.
 
     Args:
@@ -123,7 +124,7 @@ def answer_and_close(
         seen: The client has read the answer: an RST discards what it has not.
     """
 
-    async def script(connection: "RawConnection") -> None:
+    async def script(connection: RawConnection) -> None:
         await request_of(connection)
         connection.send(answer)
         await connection.writer.drain()
@@ -134,10 +135,10 @@ def answer_and_close(
     return script
 
 
-async def test_a_request_is_written_with_host_and_length(engine: "Engine") -> None:
+async def test_a_request_is_written_with_host_and_length() -> None:
     seen: list[bytes] = []
 
-    async def script(connection: "RawConnection") -> None:
+    async def script(connection: RawConnection) -> None:
         for _ in range(2):
             seen.append(await request_of(connection))
             connection.send(OK)
@@ -153,7 +154,7 @@ async def test_a_request_is_written_with_host_and_length(engine: "Engine") -> No
         ]
 
 
-async def test_a_request_that_cannot_be_written_is_not_begun(engine: "Engine") -> None:
+async def test_a_request_that_cannot_be_written_is_not_begun() -> None:
     async with engine() as raw:
         for target, headers in ((b"/ HTTP/1.1\r\n", []), (b"/", [(b"x", b"\r\n")])):
             with pytest.raises(UnsafeHeaderError):
@@ -181,7 +182,7 @@ WHOLE = {
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.both_loops
 async def test_a_response_is_read_and_its_connection_reused(
-    engine: "Engine", answer: bytes, body: bytes, *, split: bool
+    answer: bytes, body: bytes, *, split: bool
 ) -> None:
     async with engine(answering(answer, answer, split=split)) as raw:
         for _ in range(2):
@@ -193,7 +194,7 @@ async def test_a_response_is_read_and_its_connection_reused(
         assert raw.accepted == 1
 
 
-async def test_one_head_says_nothing_about_the_next(engine: "Engine") -> None:
+async def test_one_head_says_nothing_about_the_next() -> None:
     interim = b"HTTP/1.1 103 Early Hints\r\nlink: %b\r\n\r\n" % (b"x" * 1000)
     answers = [interim + OK, b"HTTP/1.1 204 No\r\n\r\n"] * 3
 
@@ -203,7 +204,7 @@ async def test_one_head_says_nothing_about_the_next(engine: "Engine") -> None:
         assert raw.accepted == 1
 
 
-async def test_a_connection_that_closes_is_not_taken(engine: "Engine") -> None:
+async def test_a_connection_that_closes_is_not_taken() -> None:
     async with engine(answering(OK), answering(OK)) as raw:
         await exchange(raw.endpoint)
         (connection,) = raw.endpoint._idle
@@ -214,12 +215,12 @@ async def test_a_connection_that_closes_is_not_taken(engine: "Engine") -> None:
         assert raw.accepted == 2
 
 
-async def test_a_segment_of_several_chunks_is_one_piece(engine: "Engine") -> None:
+async def test_a_segment_of_several_chunks_is_one_piece() -> None:
     async with engine(answering(STREAM + b"1\r\na\r\n1\r\nb\r\n1\r\nc\r\n0\r\n\r\n")) as raw:
         assert (await exchange(raw.endpoint)).pieces == [b"abc"]
 
 
-async def test_head_has_no_body_whatever_its_length_says(engine: "Engine") -> None:
+async def test_head_has_no_body_whatever_its_length_says() -> None:
     answers = b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n", STREAM
 
     async with engine(answering(*answers)) as raw:
@@ -241,7 +242,7 @@ NOT_REUSED = {
 
 @pytest.mark.parametrize("answer", NOT_REUSED.values(), ids=NOT_REUSED)
 @pytest.mark.both_loops
-async def test_a_connection_in_doubt_is_not_reused(engine: "Engine", answer: bytes) -> None:
+async def test_a_connection_in_doubt_is_not_reused(answer: bytes) -> None:
     async with engine(answering(answer), answering(OK)) as raw:
         for accepted in (1, 2):
             handler = await exchange(raw.endpoint)
@@ -249,7 +250,7 @@ async def test_a_connection_in_doubt_is_not_reused(engine: "Engine", answer: byt
             assert raw.accepted == accepted
 
 
-async def test_a_body_without_a_length_ends_with_the_connection(engine: "Engine") -> None:
+async def test_a_body_without_a_length_ends_with_the_connection() -> None:
     async with engine(answer_and_close(b"HTTP/1.1 200 OK\r\n\r\nto the end")) as raw:
         handler = await exchange(raw.endpoint)
         assert handler.ended
@@ -258,10 +259,10 @@ async def test_a_body_without_a_length_ends_with_the_connection(engine: "Engine"
 
 
 @pytest.mark.both_loops
-async def test_an_answer_before_the_request_was_read_is_not_reused(engine: "Engine") -> None:
+async def test_an_answer_before_the_request_was_read_is_not_reused() -> None:
     done = asyncio.Event()
 
-    async def early(connection: "RawConnection") -> None:
+    async def early(connection: RawConnection) -> None:
         await connection.until(b"\r\n\r\n")
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         connection.send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 0\r\n\r\n")
@@ -299,7 +300,7 @@ PROTOCOL_ERRORS = {
 
 @pytest.mark.parametrize("answer", PROTOCOL_ERRORS.values(), ids=PROTOCOL_ERRORS)
 @pytest.mark.both_loops
-async def test_a_malformed_response_is_a_protocol_error(engine: "Engine", answer: bytes) -> None:
+async def test_a_malformed_response_is_a_protocol_error(answer: bytes) -> None:
     async with engine(answering(answer)) as raw:
         handler = await exchange(raw.endpoint)
         assert handler.error is not None
@@ -325,7 +326,7 @@ async def test_a_malformed_response_is_a_protocol_error(engine: "Engine", answer
     ],
 )
 async def test_a_response_that_is_cut_is_an_error_in_every_phase(
-    engine: "Engine", answer: bytes, *, answered: bool, reset: bool
+    answer: bytes, *, answered: bool, reset: bool
 ) -> None:
     calls: list[Call] = []
     script = answer_and_close(
@@ -345,7 +346,7 @@ async def test_a_response_that_is_cut_is_an_error_in_every_phase(
 
 
 @pytest.mark.both_loops
-async def test_a_reset_never_ends_a_body_without_a_length(engine: "Engine") -> None:
+async def test_a_reset_never_ends_a_body_without_a_length() -> None:
     handlers: list[Handler] = []
     script = answer_and_close(
         b"HTTP/1.1 200 OK\r\n\r\npart",
@@ -363,12 +364,10 @@ async def test_a_reset_never_ends_a_body_without_a_length(engine: "Engine") -> N
 
 
 @pytest.mark.parametrize("unasked", [b"", b"HTTP/1.1 408 Timeout\r\n\r\n", b"\r\n"])
-async def test_an_idle_connection_that_shows_life_is_closed(
-    engine: "Engine", unasked: bytes
-) -> None:
+async def test_an_idle_connection_that_shows_life_is_closed(unasked: bytes) -> None:
     idle = asyncio.Event()
 
-    async def script(connection: "RawConnection") -> None:
+    async def script(connection: RawConnection) -> None:
         await request_of(connection)
         connection.send(OK)
         await idle.wait()
@@ -386,11 +385,11 @@ async def test_an_idle_connection_that_shows_life_is_closed(
         assert raw.accepted == 2
 
 
-async def test_the_connection_used_last_is_taken_first(engine: "Engine") -> None:
+async def test_the_connection_used_last_is_taken_first() -> None:
     waiting: dict[bytes, asyncio.Event] = {}
     used: dict[bytes, object] = {}
 
-    async def script(connection: "RawConnection") -> None:
+    async def script(connection: RawConnection) -> None:
         with suppress(asyncio.IncompleteReadError):
             while request := await request_of(connection):
                 body = request[-1:]
@@ -413,7 +412,7 @@ async def test_the_connection_used_last_is_taken_first(engine: "Engine") -> None
         assert used[b"d"] is used[b"e"] is used[b"b"]
 
 
-async def test_a_request_made_as_a_response_ends_reuses_its_connection(engine: "Engine") -> None:
+async def test_a_request_made_as_a_response_ends_reuses_its_connection() -> None:
     async with engine(answering(OK, OK)) as raw:
         handler, _ = begin(raw.endpoint)
         following = Handler()
@@ -427,7 +426,7 @@ async def test_a_request_made_as_a_response_ends_reuses_its_connection(engine: "
         assert raw.accepted == 1
 
 
-async def test_no_more_than_max_idle_connections_are_kept(engine: "Engine") -> None:
+async def test_no_more_than_max_idle_connections_are_kept() -> None:
     async with engine(*[answering(OK)] * 5, max_idle=2) as raw:
         handlers = [begin(raw.endpoint)[0] for _ in range(5)]
         await until(lambda: all(handler.ended for handler in handlers))
@@ -435,7 +434,7 @@ async def test_no_more_than_max_idle_connections_are_kept(engine: "Engine") -> N
         await until(lambda: raw.endpoint.connections == 2)
 
 
-async def test_a_closed_endpoint_keeps_nothing(engine: "Engine") -> None:
+async def test_a_closed_endpoint_keeps_nothing() -> None:
     async with engine(answering(OK), answering(OK), answering(OK)) as raw:
         handlers = [begin(raw.endpoint)[0] for _ in range(2)]
         await until(lambda: all(handler.ended for handler in handlers))
@@ -453,12 +452,10 @@ async def test_a_closed_endpoint_keeps_nothing(engine: "Engine") -> None:
     [None, b"", b"HTTP/1.1 200", STREAM, STREAM + b"4\r\ndata\r\n", b"HTTP/1.1 200 O\r\n\r\n"],
 )
 @pytest.mark.both_loops
-async def test_an_aborted_call_closes_its_connection_and_stays_silent(
-    engine: "Engine", answer: bytes | None
-) -> None:
+async def test_an_aborted_call_closes_its_connection_and_stays_silent(answer: bytes | None) -> None:
     seen: list[bytes] = []
 
-    async def script(connection: "RawConnection") -> None:
+    async def script(connection: RawConnection) -> None:
         await request_of(connection)
         connection.send(answer or b"")
         seen.append(await connection.rest())
@@ -484,9 +481,7 @@ async def test_an_aborted_call_closes_its_connection_and_stays_silent(
 @pytest.mark.parametrize(
     "answer", [OK, STREAM + b"2\r\nok\r\n0\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\nok"]
 )
-async def test_a_call_may_be_aborted_from_within_a_callback(
-    engine: "Engine", answer: bytes, phase: str
-) -> None:
+async def test_a_call_may_be_aborted_from_within_a_callback(answer: bytes, phase: str) -> None:
     async with engine(answering(answer)) as raw:
         handler, call = begin(raw.endpoint)
         taken = getattr(handler, phase)
@@ -506,12 +501,12 @@ async def test_a_call_may_be_aborted_from_within_a_callback(
 
 
 @pytest.mark.both_loops
-async def test_a_paused_call_holds_the_engine_back(engine: "Engine") -> None:
+async def test_a_paused_call_holds_the_engine_back() -> None:
     piece = bytes(100_000)
     total = 40_000_000  # More than sockets hold.
     written = 0
 
-    async def script(connection: "RawConnection") -> None:
+    async def script(connection: RawConnection) -> None:
         nonlocal written
         await request_of(connection)
         connection.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
@@ -548,7 +543,7 @@ async def test_a_paused_call_holds_the_engine_back(engine: "Engine") -> None:
 
 
 @pytest.mark.both_loops
-async def test_a_connection_paused_at_its_end_is_read_again(engine: "Engine") -> None:
+async def test_a_connection_paused_at_its_end_is_read_again() -> None:
     async with engine(answering(OK, OK)) as raw:
         handler, call = begin(raw.endpoint)
         handler.on_data = lambda data: call.pause()  # type: ignore[method-assign]
@@ -557,11 +552,11 @@ async def test_a_connection_paused_at_its_end_is_read_again(engine: "Engine") ->
         assert raw.accepted == 1
 
 
-async def test_large_bodies_go_both_ways(engine: "Engine") -> None:
+async def test_large_bodies_go_both_ways() -> None:
     body = bytes(range(256)) * 32_768
     coded = b"".join(b"10000\r\n%b\r\n" % body[i : i + 65_536] for i in range(0, len(body), 65_536))
 
-    async def script(connection: "RawConnection") -> None:
+    async def script(connection: RawConnection) -> None:
         for answer in (
             b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body),
             STREAM + coded + b"0\r\n\r\n",
@@ -597,8 +592,8 @@ async def test_large_bodies_go_both_ways(engine: "Engine") -> None:
         max_size=10,
     )
 )
-def test_any_answer_ends_the_call_once(run: "Run", engine: "Engine", pieces: list[bytes]) -> None:
-    async def script(connection: "RawConnection") -> None:
+def test_any_answer_ends_the_call_once(run: "Run", pieces: list[bytes]) -> None:
+    async def script(connection: RawConnection) -> None:
         await request_of(connection)
         await connection.send_each(pieces)
 
@@ -633,8 +628,8 @@ async def get(
     )
 
 
-def telling(*pieces: bytes) -> "Script":
-    async def tell(connection: "RawConnection") -> None:
+def telling(*pieces: bytes) -> Script:
+    async def tell(connection: RawConnection) -> None:
         for piece in pieces:
             await connection.until(b"\r\n\r\n")
             await connection.exactly(len(PAGE))
@@ -643,12 +638,12 @@ def telling(*pieces: bytes) -> "Script":
     return tell
 
 
-async def keep_silent(connection: "RawConnection") -> None:
+async def keep_silent(connection: RawConnection) -> None:
     await connection.rest()
 
 
 @pytest.mark.both_loops
-async def test_nothing_is_left_of_pages(engine: "Engine", cyclic: Cyclic) -> None:
+async def test_nothing_is_left_of_pages(cyclic: Cyclic) -> None:
     async with engine(telling(*[FETCHED] * TIMES)) as raw:
         for _ in range(TIMES):
             assert (await get(raw.endpoint)).body == PAGE
@@ -665,9 +660,8 @@ async def test_nothing_is_left_of_pages(engine: "Engine", cyclic: Cyclic) -> Non
     ],
 )
 async def test_nothing_is_left_of_pages_that_do_not_come(
-    engine: "Engine",
     cyclic: Cyclic,
-    script: "Script",
+    script: Script,
     options: dict[str, float],
     kind: WireFault,
 ) -> None:
@@ -687,7 +681,7 @@ async def test_nothing_is_left_of_pages_that_do_not_come(
 
 
 @pytest.mark.both_loops
-async def test_nothing_is_left_of_one_that_is_cut(engine: "Engine", cyclic: Cyclic) -> None:
+async def test_nothing_is_left_of_one_that_is_cut(cyclic: Cyclic) -> None:
     async with engine(telling(FETCHED)) as raw:
         assert len((await get(raw.endpoint, max_bytes=1000, cut=True)).body) > 1000
         assert not cyclic().keys() & {"Call", "Response", "_Collector"}

@@ -24,6 +24,7 @@ from tests.wire.http1.test_client import (
     request_of,
     until,
 )
+from tests.wire.raw_bytes import RawConnection, Script, engine
 
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.client_connection import Call, ClientConnection
@@ -33,7 +34,6 @@ from balanceroute.proxy.wire.messages import Headers, HttpRequest, Response, Wir
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-    from tests.wire.conftest import Engine, RawConnection, Script
 
 BARE_OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -80,7 +80,7 @@ async def connect_and_exchange(endpoint: Endpoint) -> ConnectingHandler:
     return handler
 
 
-async def wait_for_the_end(connection: "RawConnection") -> None:
+async def wait_for_the_end(connection: RawConnection) -> None:
     await connection.rest()
 
 
@@ -100,8 +100,8 @@ async def test_a_refused_connection_was_never_sent_anything() -> None:
 
 @pytest.mark.parametrize("banner", [b"", b"220 mail ESMTP\r\n"])
 @pytest.mark.both_loops
-async def test_an_engine_that_closes_at_once_is_an_error(engine: "Engine", banner: bytes) -> None:
-    async def slam(connection: "RawConnection") -> None:
+async def test_an_engine_that_closes_at_once_is_an_error(banner: bytes) -> None:
+    async def slam(connection: RawConnection) -> None:
         connection.send(banner)
         connection.reset()
 
@@ -114,7 +114,7 @@ async def test_an_engine_that_closes_at_once_is_an_error(engine: "Engine", banne
 
 
 async def test_a_connection_lost_before_its_request_was_never_sent_anything(
-    engine: "Engine", monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connection_made = ClientConnection.connection_made
 
@@ -133,7 +133,6 @@ async def test_a_connection_lost_before_its_request_was_never_sent_anything(
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.both_loops
 async def test_a_call_aborted_while_its_connection_opens_is_forgotten(
-    engine: "Engine",
     monkeypatch: pytest.MonkeyPatch,
     cyclic: Callable[[], Counter[str]],
     later: bool,
@@ -231,10 +230,10 @@ async def test_an_engine_behind_tls_is_verified(contexts: "tuple[SSLContext, SSL
 OK_HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 
 
-def stale(*, reset: bool) -> "Script":
+def stale(*, reset: bool) -> Script:
     """Answer one request and close at the next, unanswered."""
 
-    async def script(connection: "RawConnection") -> None:
+    async def script(connection: RawConnection) -> None:
         await request_of(connection)
         connection.send(OK)
         await request_of(connection)
@@ -247,7 +246,7 @@ def stale(*, reset: bool) -> "Script":
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
 @pytest.mark.parametrize("reset", [False, True])
 async def test_a_get_on_a_reused_connection_that_closes_unanswered_is_sent_once_more(
-    engine: "Engine", *, reset: bool, method: bytes
+    *, reset: bool, method: bytes
 ) -> None:
     async with engine(stale(reset=reset), answering(OK_HEAD if method == b"HEAD" else OK)) as raw:
         assert (await exchange(raw.endpoint)).ended
@@ -256,7 +255,7 @@ async def test_a_get_on_a_reused_connection_that_closes_unanswered_is_sent_once_
 
 
 @pytest.mark.parametrize("reset", [False, True])
-async def test_a_post_is_never_sent_twice(engine: "Engine", *, reset: bool) -> None:
+async def test_a_post_is_never_sent_twice(*, reset: bool) -> None:
     """What was written may have been done, so the loss is reported to the caller."""
     async with engine(stale(reset=reset), answering(OK)) as raw:
         assert (await exchange(raw.endpoint)).ended
@@ -290,9 +289,7 @@ async def test_a_post_that_is_lost_with_its_engine_is_a_reset() -> None:
     await until(lambda: endpoint.connections == 0)
 
 
-async def test_an_engine_that_ends_whatever_is_reused_gets_new_connections(
-    engine: "Engine",
-) -> None:
+async def test_an_engine_that_ends_whatever_is_reused_gets_new_connections() -> None:
     """After two losses in a row each request has one of its own, for a minute."""
     scripts = [stale(reset=False), stale(reset=False), *[answering(OK)] * 2]
     async with engine(*scripts) as raw:
@@ -305,8 +302,8 @@ async def test_an_engine_that_ends_whatever_is_reused_gets_new_connections(
         assert raw.endpoint.idle == 0
 
 
-async def test_an_engine_that_answers_on_a_reused_connection_keeps_them(engine: "Engine") -> None:
-    async def thrice(connection: "RawConnection") -> None:
+async def test_an_engine_that_answers_on_a_reused_connection_keeps_them() -> None:
+    async def thrice(connection: RawConnection) -> None:
         for _ in range(2):
             await request_of(connection)
             connection.send(OK)
@@ -318,7 +315,7 @@ async def test_an_engine_that_answers_on_a_reused_connection_keeps_them(engine: 
         assert raw.endpoint.idle == 1
 
 
-async def test_a_fresh_request_takes_no_connection_that_was_used(engine: "Engine") -> None:
+async def test_a_fresh_request_takes_no_connection_that_was_used() -> None:
     async with engine(answering(OK), answering(OK)) as raw:
         assert (await exchange(raw.endpoint)).ended
         handler = Handler()
@@ -328,10 +325,8 @@ async def test_a_fresh_request_takes_no_connection_that_was_used(engine: "Engine
 
 
 @pytest.mark.both_loops
-async def test_a_reused_connection_that_dies_takes_the_other_idle_ones_with_it(
-    engine: "Engine",
-) -> None:
-    async def once(connection: "RawConnection") -> None:
+async def test_a_reused_connection_that_dies_takes_the_other_idle_ones_with_it() -> None:
+    async def once(connection: RawConnection) -> None:
         await request_of(connection)
         connection.send(OK)
         if await connection.reader.read(1):
@@ -377,9 +372,7 @@ async def test_a_connection_that_the_kernel_knows_to_be_over_is_not_used_again(e
                 await until(lambda: not endpoint.connections)
 
 
-async def test_a_retry_that_fails_is_an_error_that_remembers_what_was_sent(
-    engine: "Engine",
-) -> None:
+async def test_a_retry_that_fails_is_an_error_that_remembers_what_was_sent() -> None:
     async with engine(stale(reset=False), answer_and_close(b"")) as raw:
         assert (await exchange(raw.endpoint)).ended
         handler = await exchange(raw.endpoint, method=b"GET")
@@ -390,7 +383,7 @@ async def test_a_retry_that_fails_is_an_error_that_remembers_what_was_sent(
 
 
 @pytest.mark.both_loops
-async def test_a_call_may_be_aborted_while_it_is_retried(engine: "Engine") -> None:
+async def test_a_call_may_be_aborted_while_it_is_retried() -> None:
     async with engine(stale(reset=False), answering()) as raw:
         assert (await exchange(raw.endpoint)).ended
         handler, call = begin(raw.endpoint, method=b"GET")
@@ -400,8 +393,8 @@ async def test_a_call_may_be_aborted_while_it_is_retried(engine: "Engine") -> No
         assert not handler.over
 
 
-async def test_a_reused_connection_that_answered_a_byte_is_not_retried(engine: "Engine") -> None:
-    async def half(connection: "RawConnection") -> None:
+async def test_a_reused_connection_that_answered_a_byte_is_not_retried() -> None:
+    async def half(connection: RawConnection) -> None:
         await request_of(connection)
         connection.send(OK)
         await request_of(connection)
@@ -416,7 +409,7 @@ async def test_a_reused_connection_that_answered_a_byte_is_not_retried(engine: "
         assert raw.accepted == 1
 
 
-async def test_a_request_whose_time_is_over_is_not_written(engine: "Engine") -> None:
+async def test_a_request_whose_time_is_over_is_not_written() -> None:
     """It may be over when the connection is there, or when the process goes on after a stop."""
 
     async def late(endpoint: Endpoint) -> None:
@@ -443,7 +436,7 @@ async def test_a_request_whose_time_is_over_is_not_written(engine: "Engine") -> 
         assert raw.accepted == 1
 
 
-async def test_a_late_request_that_is_aborted_ends_without_a_callback(engine: "Engine") -> None:
+async def test_a_late_request_that_is_aborted_ends_without_a_callback() -> None:
     async with engine(answering(OK, OK)) as raw:
         assert (await exchange(raw.endpoint)).ended
         handler = Handler()

@@ -5,12 +5,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.wire.raw_bytes import connect
 
 from balanceroute.proxy.wire.http1.server import Listener, Reply, Server
 
 if TYPE_CHECKING:
-    from tests.wire.conftest import Connect
-
     from balanceroute.proxy.wire.messages import HttpRequest
 
 
@@ -19,7 +18,7 @@ def answer(_: "HttpRequest", reply: Reply) -> None:
 
 
 @pytest.mark.both_loops
-async def test_every_interface_has_a_socket_of_each_family(connect: "Connect") -> None:
+async def test_every_interface_has_a_socket_of_each_family() -> None:
     server = Server(answer)
     try:
         await server.start("::", 0)

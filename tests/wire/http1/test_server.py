@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.wire.raw_bytes import connect, serving
 
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.server import Reply, Server
@@ -21,7 +22,7 @@ from balanceroute.proxy.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from tests.wire.conftest import Connect, Run, Serving
+    from tests.wire.conftest import Run
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -60,9 +61,7 @@ def chunked(*chunks: bytes) -> bytes:
 
 
 @pytest.mark.both_loops
-async def test_a_request_reaches_the_application_whole(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_request_reaches_the_application_whole() -> None:
     recorder = Recorder()
     async with serving(recorder) as server, connect(server.port) as client:
         client.send(
@@ -113,9 +112,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize(("raw", "echoed"), WHOLE.values(), ids=WHOLE)
-async def test_it_is_understood_whole_or_byte_by_byte(
-    serving: "Serving", connect: "Connect", raw: bytes, echoed: bytes
-) -> None:
+async def test_it_is_understood_whole_or_byte_by_byte(raw: bytes, echoed: bytes) -> None:
     async with serving(echo) as server, connect(server.port) as client:
         for pieces in ([raw], [raw[i : i + 1] for i in range(len(raw))]):
             await client.send_each(pieces)
@@ -134,9 +131,7 @@ async def test_it_is_understood_whole_or_byte_by_byte(
         (b"GET http://[::1]:2/p HTTP/1.0", b"GET /p? [::1]:2"),
     ],
 )
-async def test_a_target_may_be_a_url_and_goes_before_host(
-    serving: "Serving", connect: "Connect", line: bytes, understood: bytes
-) -> None:
+async def test_a_target_may_be_a_url_and_goes_before_host(line: bytes, understood: bytes) -> None:
     """Targets in absolute form were refused, which a server must accept."""
 
     def tell(request: HttpRequest, reply: Reply) -> None:
@@ -150,16 +145,14 @@ async def test_a_target_may_be_a_url_and_goes_before_host(
 
 
 @pytest.mark.both_loops
-async def test_who_speaks_tls_to_a_plain_port_is_told_so(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_who_speaks_tls_to_a_plain_port_is_told_so() -> None:
     async with serving(echo) as server, connect(server.port) as client:
         client.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
         assert b"this is TLS" in (await client.answer()).body
 
 
 @pytest.mark.both_loops
-async def test_a_large_body_comes_through(serving: "Serving", connect: "Connect") -> None:
+async def test_a_large_body_comes_through() -> None:
     body = bytes(range(256)) * 32_768
     assert len(body) == 8 << 20
 
@@ -265,9 +258,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("raw", "status"), REFUSED.values(), ids=REFUSED)
-async def test_it_is_refused_and_the_connection_closed(
-    serving: "Serving", connect: "Connect", raw: bytes, status: int
-) -> None:
+async def test_it_is_refused_and_the_connection_closed(raw: bytes, status: int) -> None:
     recorder = Recorder()
     async with serving(recorder, body_limit_bytes=1000) as server:
         pieces = [raw[i : i + 1] for i in range(len(raw))] if len(raw) < 300 else [raw]
@@ -282,7 +273,7 @@ async def test_it_is_refused_and_the_connection_closed(
     assert not recorder.requests
 
 
-async def test_the_refusals_are_the_embedders(connect: "Connect") -> None:
+async def test_the_refusals_are_the_embedders() -> None:
     def refuse(rejection: Rejection, head: RequestHead | None, peer: str) -> tuple[Headers, bytes]:
         assert head is None
         assert peer.startswith("127.0.0.1:")
@@ -300,7 +291,7 @@ async def test_the_refusals_are_the_embedders(connect: "Connect") -> None:
 
 
 @pytest.mark.both_loops
-async def test_it_serves_on_sockets_that_are_bound_already(connect: "Connect") -> None:
+async def test_it_serves_on_sockets_that_are_bound_already() -> None:
     places = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     server = Server(echo)
     await server.start_on(places)
@@ -319,7 +310,7 @@ async def test_it_serves_on_sockets_that_are_bound_already(connect: "Connect") -
 
 
 @pytest.mark.both_loops
-async def test_who_connects_while_it_is_paused_waits(connect: "Connect") -> None:
+async def test_who_connects_while_it_is_paused_waits() -> None:
     server = Server(echo, limits=ServerLimits(connection_limit=5))
     await server.start_on([socket.create_server(("127.0.0.1", 0)) for _ in range(2)])
     server.keep_spares()
@@ -365,9 +356,7 @@ def no_posts(head: RequestHead, peer: str) -> Rejection | None:
         b"Transfer-Encoding: chunked",
     ],
 )
-async def test_a_head_that_is_rejected_is_answered_before_its_body(
-    connect: "Connect", framing: bytes
-) -> None:
+async def test_a_head_that_is_rejected_is_answered_before_its_body(framing: bytes) -> None:
     recorder = Recorder()
     server = Server(recorder, admit=no_posts)
     await server.start("127.0.0.1", 0)
@@ -385,9 +374,7 @@ async def test_a_head_that_is_rejected_is_answered_before_its_body(
     await server.drain()
 
 
-async def test_a_rejected_request_that_came_whole_leaves_its_connection_usable(
-    connect: "Connect",
-) -> None:
+async def test_a_rejected_request_that_came_whole_leaves_its_connection_usable() -> None:
     server = Server(echo, admit=no_posts)
     await server.start("127.0.0.1", 0)
     async with connect(server.port) as client:
@@ -400,9 +387,7 @@ async def test_a_rejected_request_that_came_whole_leaves_its_connection_usable(
     await server.drain()
 
 
-async def test_a_refused_client_reads_its_answer_while_it_still_sends(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_refused_client_reads_its_answer_while_it_still_sends() -> None:
     async with serving(echo, body_limit_bytes=1000) as server, connect(server.port) as client:
         client.send(post(bytes(4 << 20)))
         assert (await client.answer()).status == 413
@@ -410,9 +395,7 @@ async def test_a_refused_client_reads_its_answer_while_it_still_sends(
 
 
 @pytest.mark.parametrize("option", [b"", b"Connection: close\r\n"])
-async def test_a_client_cut_off_behind_its_answer_may_finish_sending(
-    serving: "Serving", connect: "Connect", option: bytes
-) -> None:
+async def test_a_client_cut_off_behind_its_answer_may_finish_sending(option: bytes) -> None:
     recorder = Recorder()
     async with serving(recorder) as server, connect(server.port) as client:
         client.send(GET[:-2] + option + b"\r\n" + b"nonsense" + bytes(16 << 20))
@@ -427,9 +410,7 @@ async def test_a_client_cut_off_behind_its_answer_may_finish_sending(
         await client.writer.drain()
 
 
-async def test_continue_is_sent_before_the_body_and_only_then(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_continue_is_sent_before_the_body_and_only_then() -> None:
     async with serving(echo) as server, connect(server.port) as client:
         raw = post(b"hello", b"Expect: 100-Continue")
         client.send(raw[:-5])
@@ -444,9 +425,7 @@ async def test_continue_is_sent_before_the_body_and_only_then(
         assert (await client.answer()).body == b"POST /p? "
 
 
-async def test_pipelined_requests_are_answered_in_order_and_one_at_a_time(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_pipelined_requests_are_answered_in_order_and_one_at_a_time() -> None:
     recorder = Recorder()
     async with serving(recorder) as server, connect(server.port) as client:
         client.send(post(b"1") + chunked(b"2") + GET + b"GET nonsense")
@@ -461,9 +440,7 @@ async def test_pipelined_requests_are_answered_in_order_and_one_at_a_time(
         assert await client.rest() == b""
 
 
-async def test_what_is_pipelined_waits_outside_past_a_bound(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_what_is_pipelined_waits_outside_past_a_bound() -> None:
     many = 20_000
     bound = 32_768 + 262_144  # The limit, and what one read can bring.
     assert len(GET) * many > bound
@@ -500,7 +477,7 @@ async def test_what_is_pipelined_waits_outside_past_a_bound(
     ],
 )
 async def test_the_client_decides_whether_its_connection_lives(
-    serving: "Serving", connect: "Connect", raw: bytes, connection: str | None
+    raw: bytes, connection: str | None
 ) -> None:
     async with serving(echo) as server, connect(server.port) as client:
         client.send(raw)
@@ -520,9 +497,7 @@ def stream(request: HttpRequest, reply: Reply) -> None:
     reply.end()
 
 
-async def test_each_piece_of_a_streamed_answer_is_a_chunk(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_each_piece_of_a_streamed_answer_is_a_chunk() -> None:
     async with serving(stream) as server, connect(server.port) as client:
         client.send(GET + GET)
         for _ in range(2):
@@ -534,9 +509,7 @@ async def test_each_piece_of_a_streamed_answer_is_a_chunk(
             assert await client.exactly(len(chunks)) == chunks
 
 
-async def test_a_streamed_answer_in_http_1_0_ends_with_the_connection(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_streamed_answer_in_http_1_0_ends_with_the_connection() -> None:
     async with serving(stream) as server, connect(server.port) as client:
         client.send(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
         assert await client.rest() == (
@@ -574,9 +547,7 @@ HEAD_OF_STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
         (b"/aborts", b""),
     ],
 )
-async def test_a_comment_begins_a_stream_whose_answer_may_be_any(
-    serving: "Serving", connect: "Connect", path: bytes, rest: bytes
-) -> None:
+async def test_a_comment_begins_a_stream_whose_answer_may_be_any(path: bytes, rest: bytes) -> None:
     async with serving(comment) as server, connect(server.port) as client:
         client.send(b"GET %b HTTP/1.1\r\nHost: a\r\n\r\n" % path)
         expected = HEAD_OF_STREAM + b"transfer-encoding: chunked\r\n\r\n"
@@ -587,9 +558,7 @@ async def test_a_comment_begins_a_stream_whose_answer_may_be_any(
             assert await client.rest() == expected
 
 
-async def test_a_comment_over_http_1_0_begins_a_stream_too(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_comment_over_http_1_0_begins_a_stream_too() -> None:
     async with serving(comment) as server, connect(server.port) as client:
         client.send(b"GET /begins HTTP/1.0\r\n\r\n")
         expected = HEAD_OF_STREAM + b"connection: close\r\n\r\n: a\n\n: a\n\ndata: 1\n\n"
@@ -602,8 +571,6 @@ async def test_a_comment_over_http_1_0_begins_a_stream_too(
 
 @pytest.mark.parametrize("application", [echo, stream])
 async def test_head_is_answered_without_a_body(
-    serving: "Serving",
-    connect: "Connect",
     application: Callable[[HttpRequest, Reply], None],
 ) -> None:
     async with serving(application) as server, connect(server.port) as client:
@@ -614,9 +581,7 @@ async def test_head_is_answered_without_a_body(
 
 @pytest.mark.parametrize("status", [204, 304])
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_a_status_without_a_body_has_none(
-    serving: "Serving", connect: "Connect", status: int, *, streamed: bool
-) -> None:
+async def test_a_status_without_a_body_has_none(status: int, *, streamed: bool) -> None:
     def application(request: HttpRequest, reply: Reply) -> None:
         if streamed:
             reply.start(status, [])
@@ -632,9 +597,7 @@ async def test_a_status_without_a_body_has_none(
             assert (answer.status, answer.headers) == (status, {})
 
 
-async def test_the_application_cannot_frame_or_split_an_answer(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_the_application_cannot_frame_or_split_an_answer() -> None:
     refused: list[Exception] = []
 
     def application(request: HttpRequest, reply: Reply) -> None:
@@ -658,9 +621,7 @@ async def test_the_application_cannot_frame_or_split_an_answer(
     assert len(refused) == 3
 
 
-async def test_an_application_that_raises_is_a_logged_500(
-    serving: "Serving", connect: "Connect", caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_application_that_raises_is_a_logged_500(caplog: pytest.LogCaptureFixture) -> None:
     def application(request: HttpRequest, reply: Reply) -> None:
         if request.path != b"/early":
             reply.start(200, [])
@@ -679,7 +640,7 @@ async def test_an_application_that_raises_is_a_logged_500(
     assert caplog.text.count("\nRuntimeError: told so") == 3
 
 
-async def test_a_reply_is_dead_after_its_answer(serving: "Serving", connect: "Connect") -> None:
+async def test_a_reply_is_dead_after_its_answer() -> None:
     recorder = Recorder()
 
     async with serving(recorder) as server, connect(server.port) as client:
@@ -723,9 +684,7 @@ async def test_a_reply_is_dead_after_its_answer(serving: "Serving", connect: "Co
         max_size=12,
     )
 )
-def test_garbage_is_answered_in_http_or_not_at_all(
-    run: "Run", serving: "Serving", connect: "Connect", pieces: list[bytes]
-) -> None:
+def test_garbage_is_answered_in_http_or_not_at_all(run: "Run", pieces: list[bytes]) -> None:
     async def main() -> None:
         async with serving(echo) as server, connect(server.port) as client:
             await client.send_each(pieces)

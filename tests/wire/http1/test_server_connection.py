@@ -11,6 +11,7 @@ import pytest
 from tests.support.played import in_virtual_time
 from tests.support.virtual.addresses import Link
 from tests.support.virtual.loop import VirtualLoop
+from tests.wire.raw_bytes import connect, serving
 
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import HttpRequest, ServerLimits
@@ -19,7 +20,6 @@ from balanceroute.proxy.wire.turn_writes import held_by_kernel
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-    from tests.wire.conftest import Connect, Serving
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 PARTIAL = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\npart"
@@ -70,9 +70,7 @@ class Desk:
 @pytest.mark.parametrize("how", ["close", "finish", "reset"])
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.both_loops
-async def test_a_client_that_leaves_closes_its_reply_once(
-    serving: "Serving", connect: "Connect", how: str, *, begun: bool
-) -> None:
+async def test_a_client_that_leaves_closes_its_reply_once(how: str, *, begun: bool) -> None:
     desk = Desk()
     async with serving(desk) as server:
         async with connect(server.port) as client:
@@ -97,9 +95,7 @@ async def test_a_client_that_leaves_closes_its_reply_once(
 
 
 @pytest.mark.parametrize("raw", [b"", b"GET / HT", PARTIAL, b"nonsense\r\n\r\n"])
-async def test_a_client_that_leaves_early_is_forgotten(
-    serving: "Serving", connect: "Connect", raw: bytes
-) -> None:
+async def test_a_client_that_leaves_early_is_forgotten(raw: bytes) -> None:
     desk = Desk()
     async with serving(desk) as server:
         for leave in ("close", "reset"):
@@ -114,9 +110,7 @@ async def test_a_client_that_leaves_early_is_forgotten(
 
 
 @pytest.mark.both_loops
-async def test_with_half_close_the_answer_is_still_sent(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_with_half_close_the_answer_is_still_sent() -> None:
     desk = Desk()
     async with serving(desk, half_close=True) as server, connect(server.port) as client:
         client.send(GET + GET + PARTIAL)
@@ -135,9 +129,7 @@ async def test_with_half_close_the_answer_is_still_sent(
         assert len(desk.replies) == 2
 
 
-async def test_with_half_close_a_client_that_is_gone_shows_when_written_to(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_with_half_close_a_client_that_is_gone_shows_when_written_to() -> None:
     desk = Desk()
     async with serving(desk, half_close=True) as server:
         async with connect(server.port) as client:
@@ -156,9 +148,7 @@ async def test_with_half_close_a_client_that_is_gone_shows_when_written_to(
 
 
 @pytest.mark.both_loops
-async def test_a_client_that_stops_reading_pauses_its_reply_at_the_limit(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_client_that_stops_reading_pauses_its_reply_at_the_limit() -> None:
     piece = bytes(10_000)
     pieces = 3_000
     limit = 65_536
@@ -204,9 +194,7 @@ async def test_a_client_that_stops_reading_pauses_its_reply_at_the_limit(
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the system does not tell what a peer has taken"
 )
-async def test_a_client_that_reads_slowly_is_not_taken_for_one_that_does_not(
-    serving: "Serving",
-) -> None:
+async def test_a_client_that_reads_slowly_is_not_taken_for_one_that_does_not() -> None:
     """The kernel takes no more of an answer until a third of its megabytes has gone."""
     loop, desk = asyncio.get_running_loop(), Desk()
     async with serving(desk, write_timeout_s=8.0) as server, _client() as client:
@@ -235,9 +223,7 @@ async def test_a_client_that_reads_slowly_is_not_taken_for_one_that_does_not(
         assert transport.is_closing()
 
 
-async def test_requests_behind_answers_that_nobody_reads_wait_outside_past_a_bound(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_requests_behind_answers_that_nobody_reads_wait_outside_past_a_bound() -> None:
     page = bytes(1_000_000)
     bound = 32_768 + 262_144  # The limit, and what one read can bring.
     many = 10 * bound // len(GET)
@@ -262,9 +248,7 @@ async def test_requests_behind_answers_that_nobody_reads_wait_outside_past_a_bou
 
 
 @pytest.mark.both_loops
-async def test_an_aborted_stream_is_flushed_and_visibly_cut(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_an_aborted_stream_is_flushed_and_visibly_cut() -> None:
     desk = Desk()
     async with serving(desk) as server, connect(server.port) as client:
         client.send(GET)
@@ -277,9 +261,7 @@ async def test_an_aborted_stream_is_flushed_and_visibly_cut(
         assert desk.closed == 0
 
 
-async def test_an_aborted_stream_in_http_1_0_ends_in_a_reset(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_an_aborted_stream_in_http_1_0_ends_in_a_reset() -> None:
     desk = Desk()
     async with serving(desk) as server, connect(server.port) as client:
         client.send(b"GET / HTTP/1.0\r\n\r\n")
@@ -292,9 +274,7 @@ async def test_an_aborted_stream_in_http_1_0_ends_in_a_reset(
             await client.rest()
 
 
-async def test_a_reply_aborted_before_it_began_closes_without_a_byte(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_reply_aborted_before_it_began_closes_without_a_byte() -> None:
     desk = Desk()
     async with serving(desk) as server, connect(server.port) as client:
         client.send(GET)
@@ -304,9 +284,7 @@ async def test_a_reply_aborted_before_it_began_closes_without_a_byte(
 
 
 @pytest.mark.both_loops
-async def test_a_server_that_stops_closes_the_idle_and_answers_the_busy(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_server_that_stops_closes_the_idle_and_answers_the_busy() -> None:
     desk = Desk()
     async with (
         serving(desk) as server,
@@ -350,9 +328,7 @@ async def test_a_server_that_stops_closes_the_idle_and_answers_the_busy(
 
 
 @pytest.mark.both_loops
-async def test_a_connection_accepted_just_before_the_stop_is_answered_once(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_connection_accepted_just_before_the_stop_is_answered_once() -> None:
     desk = Desk()
     async with serving(desk) as server:
         server._service.stopping = True  # type: ignore[union-attr]
@@ -362,9 +338,7 @@ async def test_a_connection_accepted_just_before_the_stop_is_answered_once(
             assert (await client.answer()).headers["connection"] == "close"
 
 
-async def test_close_aborts_everything_and_tells_the_replies(
-    serving: "Serving", connect: "Connect"
-) -> None:
+async def test_close_aborts_everything_and_tells_the_replies() -> None:
     desk = Desk()
     async with serving(desk) as server, connect(server.port) as client:
         client.send(GET)
