@@ -2,12 +2,12 @@
 
 import random
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.drawn_deeds import INSTANCES, DrawnDeeds
 from tests.core.driver import Driver
 from tests.extended import USUAL_POLICIES, usually
 
@@ -15,27 +15,20 @@ from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.errors import PolicyError
 from balanceroute.proxy.core.events import (
+    Action,
     Admit,
-    DecodeLost,
-    DecodeStarted,
     Eligible,
     PrefillDone,
     PrefillerClosed,
     PrefillerId,
     PrefillerOpened,
-    PrefillLost,
-    RankClosed,
     RankId,
-    RankOpened,
     RequestArrived,
-    RequestFinished,
     RequestId,
-    RequestRecomputed,
     StartPrefill,
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import (
     POLICIES,
     PolicyInputs,
@@ -47,11 +40,7 @@ from balanceroute.proxy.core.ranks import Assignment, Fleet
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, decide
 from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
-if TYPE_CHECKING:
-    from balanceroute.proxy.core.events import Action
-
 A, B, C, D = (RequestId(number) for number in range(4))
-INSTANCES = 3
 
 
 def only(prefillers: Collection[int], ranks: Collection[int]) -> Eligible:
@@ -128,6 +117,19 @@ DEEDS = st.sampled_from(
 )
 
 
+class _World(DrawnDeeds):
+    def look_at(self, action: Action) -> None:
+        match action:
+            case StartPrefill(number, prefiller, _):
+                who = self.who[number]
+                assert who is None or prefiller in who.prefillers
+            case Admit(number, rank):
+                who = self.who[number]
+                assert who is None or rank in who.ranks
+            case _:
+                pass
+
+
 @pytest.mark.parametrize("paper", [False, True])
 @pytest.mark.parametrize("name", usually(USUAL_POLICIES, sorted(POLICIES)))
 @given(
@@ -163,82 +165,3 @@ def test_no_request_goes_to_an_ineligible_instance(
         else:
             world.arrive(deed, value)
     world.bring_to_an_end()
-
-
-class _World:
-    """Performs what is drawn if it is possible, and looks at what the scheduler wants done."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.who: list[Eligible | None] = []
-
-    def feed(self, event: object) -> None:
-        actions: list[Action] = self.scheduler.handle(event, now_ns=0)  # type: ignore[arg-type]
-        for action in actions:
-            match action:
-                case StartPrefill(number, prefiller, _):
-                    who = self.who[number]
-                    assert who is None or prefiller in who.prefillers
-                case Admit(number, rank):
-                    who = self.who[number]
-                    assert who is None or rank in who.ranks
-                case _:
-                    pass
-        self.scheduler.check()
-
-    def arrive(self, who: Eligible | None, tokens: int) -> None:
-        number = RequestId(len(self.who))
-        self.who.append(who)
-        self.feed(RequestArrived(number, Ticket(tokens, decode=tokens % 7 > 0, eligible=who)))
-
-    def some(self, index: int, *states: LifecycleState, decode: bool = True) -> RequestId | None:
-        found = [
-            one.request
-            for one in self.scheduler.requests.values()
-            if one.state in states and not one.started and (one.decode or not decode)
-        ]
-        return found[index % len(found)] if found else None
-
-    def do(self, deed: str, index: int) -> None:
-        at_prefill, at_rank = LifecycleState.PREFILLING, LifecycleState.DECODING
-        prefiller, rank = PrefillerId(index % INSTANCES), RankId(index % INSTANCES)
-        close = index % 2
-        match deed:
-            case "tick":
-                self.feed(Tick())
-            case "close":
-                self.feed(PrefillerClosed(prefiller) if close else RankClosed(rank))
-            case "open":
-                self.feed(PrefillerOpened(prefiller) if close else RankOpened(rank))
-            case "prefill" if (number := self.some(index, at_prefill)) is not None:
-                self.feed(PrefillDone(number, 10))
-            case "lose prefill" if (number := self.some(index, at_prefill)) is not None:
-                self.feed(PrefillLost(number, elsewhere=True))
-            case "join" if (number := self.some(index, at_rank)) is not None:
-                self.feed(DecodeStarted(number))
-            case "bounce" if (number := self.some(index, at_rank)) is not None:
-                self.feed(DecodeLost(number))
-            case "recompute" if (number := self.some(index, at_rank)) is not None:
-                self.feed(RequestRecomputed(number, elsewhere=True))
-            case "finish":
-                number = self.some(index, at_prefill, at_rank, decode=False)
-                if number is not None:
-                    self.feed(RequestFinished(number))
-            case _:
-                pass
-
-    def bring_to_an_end(self) -> None:
-        """Open everything: then no request waits for ever."""
-        for one in range(INSTANCES):
-            self.feed(PrefillerOpened(PrefillerId(one)))
-            self.feed(RankOpened(RankId(one)))
-        for _ in range(4 * len(self.who)):
-            for request in list(self.scheduler.requests.values()):
-                if request.state is LifecycleState.PREFILLING and request.decode:
-                    self.feed(PrefillDone(request.request, request.prompt_tokens))
-                elif request.state in (LifecycleState.PREFILLING, LifecycleState.DECODING):
-                    self.feed(RequestFinished(request.request))
-            self.feed(Tick())
-        assert not self.scheduler.requests, "a request waits for ever"
-        assert not self.scheduler.prefill_queue.waiting
-        assert not self.scheduler.prefill_queue._restricted

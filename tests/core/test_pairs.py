@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.drawn_deeds import INSTANCES, DrawnDeeds
 from tests.core.driver import Driver
 from tests.extended import USUAL_POLICIES, usually
 
@@ -14,27 +15,22 @@ from balanceroute.proxy.core.events import (
     Action,
     Admit,
     DecodeLost,
-    DecodeStarted,
     Eligible,
     PrefillDone,
     PrefillerClosed,
     PrefillerId,
     PrefillerOpened,
     PrefillerPaired,
-    PrefillLost,
     RankClosed,
     RankId,
     RankOpened,
     ReleasePrefill,
     RequestArrived,
-    RequestFinished,
     RequestId,
-    RequestRecomputed,
     StartPrefill,
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import POLICIES, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill.budgets import Pairs
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
@@ -42,7 +38,6 @@ from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 A, B = RequestId(0), RequestId(1)
 P0, P1 = PrefillerId(0), PrefillerId(1)
 R0, R1 = RankId(0), RankId(1)
-INSTANCES = 3
 
 
 def pair(prefiller: int, *ranks: int) -> PrefillerPaired:
@@ -162,14 +157,11 @@ EVENTS = (
 )
 
 
-class _World:
-    """Performs what is drawn if it is possible, and looks at what the scheduler wants done."""
-
+class _World(DrawnDeeds):
     def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+        super().__init__(scheduler)
         self.pairs: dict[int, frozenset[RankId] | None] = {}
         self.open = set(map(RankId, range(INSTANCES)))
-        self.arrived = 0
 
     def feed(self, event: object) -> None:
         match event:
@@ -181,62 +173,26 @@ class _World:
                 self.open.add(rank)
             case _:
                 pass
-        actions: list[Action] = self.scheduler.handle(event, now_ns=0)  # type: ignore[arg-type]
-        for action in actions:
-            match action:
-                case StartPrefill(_, prefiller, _):
-                    ranks = self.pairs.get(prefiller)
-                    assert ranks is None or ranks & self.open
-                case Admit(number, rank):
-                    prefilled_by = self.scheduler.requests[number].prefiller
-                    assert prefilled_by is not None
-                    ranks = self.pairs.get(prefilled_by)
-                    assert ranks is None or rank in ranks
-                case _:
-                    pass
-        self.scheduler.check()
+        super().feed(event)
 
-    def some(self, index: int, *states: LifecycleState) -> RequestId | None:
-        requests = self.scheduler.requests.values()
-        found = [one.request for one in requests if one.state in states and not one.started]
-        return found[index % len(found)] if found else None
+    def look_at(self, action: Action) -> None:
+        match action:
+            case StartPrefill(_, prefiller, _):
+                ranks = self.pairs.get(prefiller)
+                assert ranks is None or ranks & self.open
+            case Admit(number, rank):
+                prefilled_by = self.scheduler.requests[number].prefiller
+                assert prefilled_by is not None
+                ranks = self.pairs.get(prefilled_by)
+                assert ranks is None or rank in ranks
+            case _:
+                pass
 
-    def do(self, deed: str, index: int) -> None:
-        at_prefill, at_rank = (
-            self.some(index, LifecycleState.PREFILLING),
-            self.some(index, LifecycleState.DECODING),
-        )
-        if deed == "arrive":
-            self.arrived += 1
-            self.feed(RequestArrived(RequestId(self.arrived), Ticket(1 + index % 60)))
-        elif deed == "tick":
-            self.feed(Tick())
-        elif deed in ("prefill", "lose prefill") and at_prefill is not None:
-            done = PrefillDone(at_prefill, 10)
-            self.feed(done if deed == "prefill" else PrefillLost(at_prefill, elsewhere=True))
-        elif deed in ("join", "bounce", "recompute", "finish") and at_rank is not None:
-            event = {
-                "join": DecodeStarted(at_rank),
-                "bounce": DecodeLost(at_rank),
-                "recompute": RequestRecomputed(at_rank, elsewhere=True),
-                "finish": RequestFinished(at_rank),
-            }[deed]
-            self.feed(event)
-
-    def bring_to_an_end(self) -> None:
-        """Open everything, with one pair that fits: then no request waits for ever."""
+    def open_all(self) -> None:
+        """Open everything, with one pair that fits."""
+        super().open_all()
         for one in range(INSTANCES):
-            self.feed(PrefillerOpened(PrefillerId(one)))
-            self.feed(RankOpened(RankId(one)))
             self.feed(pair(one, *([one] if one == 0 else [])))
-        for _ in range(4 * self.arrived + 4):
-            for request in list(self.scheduler.requests.values()):
-                if request.state is LifecycleState.PREFILLING:
-                    self.feed(PrefillDone(request.request, request.prompt_tokens))
-                elif request.state is LifecycleState.DECODING:
-                    self.feed(RequestFinished(request.request))
-            self.feed(Tick())
-        assert not self.scheduler.requests, "a request waits for ever"
 
 
 @pytest.mark.parametrize("name", usually(USUAL_POLICIES, sorted(POLICIES)))
@@ -260,7 +216,9 @@ def test_no_pair_that_does_not_fit_is_ever_made(
     )
     world = _World(Scheduler(config, make_policy(name, inputs)))
     for event in events:
-        if isinstance(event, tuple):
+        if isinstance(event, tuple) and event[0] == "arrive":
+            world.arrive(None, 1 + event[1] % 60)
+        elif isinstance(event, tuple):
             world.do(*event)
         else:
             world.feed(event)

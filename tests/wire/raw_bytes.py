@@ -11,7 +11,7 @@ from typing import Any
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.server import Application, Make, Server
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection
-from balanceroute.proxy.wire.messages import ServerLimits
+from balanceroute.proxy.wire.messages import HttpRequest, Reply, ServerLimits
 
 HOST = "127.0.0.1"
 
@@ -89,6 +89,44 @@ class RawConnection:
         self.writer.close()
         with suppress(ConnectionError):
             await self.writer.wait_closed()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (What is waited for sets no event.)
+        await asyncio.sleep(0)
+
+
+class Desk:
+    """An application that keeps what it was given, and counts the calls of its replies."""
+
+    def __init__(self) -> None:
+        self.requests: list[HttpRequest] = []
+        self.replies: list[Reply] = []
+        self.closed: list[HttpRequest] = []
+        self.paused = self.resumed = 0
+
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
+        self.requests.append(request)
+        self.replies.append(reply)
+
+        def closed() -> None:
+            assert reply.closed
+            self.closed.append(request)
+
+        def paused() -> None:
+            assert reply.paused
+            self.paused += 1
+
+        def resumed() -> None:
+            assert not reply.paused
+            self.resumed += 1
+
+        reply.on_closed, reply.on_pause, reply.on_resume = closed, paused, resumed
+
+    async def reply(self, number: int = 1) -> Reply:
+        """Return a request's reply, once the request is there."""
+        await until(lambda: len(self.replies) >= number)
+        return self.replies[number - 1]
 
 
 @asynccontextmanager

@@ -1,10 +1,7 @@
 """The bound on the bodies of all requests together: what counts, for how long, and what is refused."""
 
-import asyncio
-from collections.abc import Callable
-
 import pytest
-from tests.wire.raw_bytes import connect, serving
+from tests.wire.raw_bytes import Desk, connect, serving, until
 
 from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import HttpRequest
@@ -14,23 +11,6 @@ CHUNKED = b"POST /p HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 def head(length: int) -> bytes:
     return b"POST /p HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % length
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 (What is waited for sets no event.)
-        await asyncio.sleep(0)
-
-
-class Desk:
-    """Keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.bodies: list[bytes] = []
-        self.replies: list[Reply] = []
-
-    def __call__(self, request: HttpRequest, reply: Reply) -> None:
-        self.bodies.append(request.body)
-        self.replies.append(reply)
 
 
 async def test_bodies_count_as_they_come_and_until_they_are_answered() -> None:
@@ -47,7 +27,7 @@ async def test_bodies_count_as_they_come_and_until_they_are_answered() -> None:
         first.send(head(900) + b"a" * 300)
         await until(lambda: bodies.used == 300)
         second.send(head(600) + b"b" * 600)
-        await until(lambda: len(desk.bodies) == 1)
+        await until(lambda: len(desk.requests) == 1)
         assert bodies.used == 900
         # Judged on the head.
         third.send(head(101))
@@ -76,8 +56,8 @@ async def test_a_chunked_body_counts_as_it_comes() -> None:
         assert (await second.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
         assert server.bodies.used == 600
         first.send(b"\r\n0\r\n\r\n")
-        await until(lambda: len(desk.bodies) == 1)
-        assert desk.bodies == [b"a" * 600]
+        await until(lambda: len(desk.requests) == 1)
+        assert [one.body for one in desk.requests] == [b"a" * 600]
 
 
 @pytest.mark.both_loops
@@ -110,7 +90,7 @@ async def test_what_is_pipelined_counts_beyond_the_limit_of_a_head() -> None:
         bodies = server.bodies
         first.send(one * 5)
         await until(lambda: bodies.used > 50_000)
-        assert len(desk.bodies) == 1
+        assert len(desk.requests) == 1
         second.send(head(400_001 - bodies.used))
         assert (await second.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
         for number in range(5):
@@ -118,7 +98,7 @@ async def test_what_is_pipelined_counts_beyond_the_limit_of_a_head() -> None:
             assert 50_000 <= bodies.used <= 250_000
             desk.replies.pop().send(200, [], b"%d" % number)
             assert (await first.answer()).body == b"%d" % number
-        assert desk.bodies == [b"b" * 50_000] * 5
+        assert [one.body for one in desk.requests] == [b"b" * 50_000] * 5
         assert bodies.used == 0
 
 
@@ -136,7 +116,7 @@ async def test_what_is_pipelined_beyond_the_budget_is_dropped_behind_the_present
         assert (answer.body, answer.headers["connection"]) == (b"answer", "close")
         # No reset overtakes it, though much was not read.
         assert await client.rest() == b""
-        assert desk.bodies == [b"first"]
+        assert [one.body for one in desk.requests] == [b"first"]
         assert server.bodies.used == 0
 
 

@@ -1,7 +1,7 @@
 """HTTP/2 on the port of HTTP/1.1: what is served, what is refused, and what a client cannot make the server do."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from h2.events import (
 )
 from h2.settings import SettingCodes
 from hyperframe.frame import ContinuationFrame, GoAwayFrame, HeadersFrame
-from tests.wire.raw_bytes import RawConnection, connect, serving
+from tests.wire.raw_bytes import Desk, RawConnection, connect, serving, until
 
 from balanceroute.proxy.wire.http2 import PREFACE, EitherConnection
 from balanceroute.proxy.wire.messages import HttpRequest, Reply
@@ -34,28 +34,6 @@ POST = [(":method", "POST"), *GET[1:]]
 def echo(request: HttpRequest, reply: Reply) -> None:
     head = b"%b %b?%b " % (request.method, request.path, request.query)
     reply.send(200, [(b"content-type", b"text/plain")], head + request.body)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 (What is waited for sets no event.)
-        await asyncio.sleep(0.001)
-
-
-class Recorder:
-    """An application that keeps what it was given."""
-
-    def __init__(self) -> None:
-        self.requests: list[HttpRequest] = []
-        self.replies: list[Reply] = []
-        self.closed: list[HttpRequest] = []
-
-    def __call__(self, request: HttpRequest, reply: Reply) -> None:
-        self.requests.append(request)
-        self.replies.append(reply)
-        reply.on_closed = lambda: self.closed.append(request)
-
-    async def until(self, count: int) -> None:
-        await until(lambda: len(self.replies) >= count)
 
 
 class Client:
@@ -189,16 +167,16 @@ async def test_a_body_and_an_answer_are_larger_than_their_windows() -> None:
 
 
 async def test_a_stream_is_sent_as_it_is_written_and_its_trailers_are_taken() -> None:
-    recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
+    desk = Desk()
+    async with serving(desk, EITHER) as server, client_of(server.port) as client:
         number = client.h2.get_next_available_stream_id()
         client.h2.send_headers(number, POST)
         client.h2.send_data(number, b"body")
         client.h2.send_headers(number, [("x-checksum", "1")], end_stream=True)
         client.flush()
-        await recorder.until(1)
-        assert recorder.requests[0].body == b"body"
-        (reply,) = recorder.replies
+        await desk.reply(1)
+        assert desk.requests[0].body == b"body"
+        (reply,) = desk.replies
         reply.start(200, [(b"content-type", b"text/event-stream")])
         await client.until(ResponseReceived)
         for i in range(3):
@@ -210,16 +188,16 @@ async def test_a_stream_is_sent_as_it_is_written_and_its_trailers_are_taken() ->
 
 
 async def test_an_unread_answer_pauses_its_engine_alone() -> None:
-    recorder = Recorder()
+    desk = Desk()
     async with (
-        serving(recorder, EITHER, write_buffer_bytes=1_000) as server,
+        serving(desk, EITHER, write_buffer_bytes=1_000) as server,
         client_of(server.port) as client,
     ):
         client.opens_windows = False
         slow, quick = client.ask(), client.ask()
-        await recorder.until(2)
+        await desk.reply(2)
         paused: list[str] = []
-        first, second = recorder.replies
+        first, second = desk.replies
         first.on_pause = lambda: paused.append("paused")
         first.on_resume = lambda: paused.append("resumed")
         second.on_pause = lambda: paused.append("wrong")
@@ -242,25 +220,25 @@ async def test_an_unread_answer_pauses_its_engine_alone() -> None:
 
 
 async def test_a_client_that_gives_up_is_noticed_and_the_others_go_on() -> None:
-    recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
+    desk = Desk()
+    async with serving(desk, EITHER) as server, client_of(server.port) as client:
         left, stays = client.ask(), client.ask()
-        await recorder.until(2)
-        recorder.replies[0].start(200, [])
-        recorder.replies[0].write(b"a")
+        await desk.reply(2)
+        desk.replies[0].start(200, [])
+        desk.replies[0].write(b"a")
         await client.until(DataReceived, left)
         client.h2.reset_stream(left, ErrorCodes.CANCEL)
         client.flush()
-        await until(lambda: bool(recorder.closed))
-        assert recorder.closed == [recorder.requests[0]]
-        recorder.replies[0].write(b"to nobody")
-        recorder.replies[1].send(200, [], b"b")
+        await until(lambda: bool(desk.closed))
+        assert desk.closed == [desk.requests[0]]
+        desk.replies[0].write(b"to nobody")
+        desk.replies[1].send(200, [], b"b")
         assert (await client.answer(stays))[2] == b"b"
         client.ask()
-        await recorder.until(3)
+        await desk.reply(3)
         await client.raw.close()
-        await until(lambda: len(recorder.closed) == 2)
-        assert recorder.closed[1] is recorder.requests[2]
+        await until(lambda: len(desk.closed) == 2)
+        assert desk.closed[1] is desk.requests[2]
 
 
 @pytest.mark.parametrize("path", ["/kept", "/answered", "no-slash"])
@@ -269,21 +247,21 @@ async def test_who_gives_up_in_the_same_bytes_harms_no_other_stream(
     path: str, beyond: bool
 ) -> None:
     """Answered at once, refused as it is malformed, refused as there are too many, or kept."""
-    recorder = Recorder()
+    desk = Desk()
 
     def application(request: HttpRequest, reply: Reply) -> None:
-        (echo if request.path == b"/answered" else recorder)(request, reply)
+        (echo if request.path == b"/answered" else desk)(request, reply)
 
     async with serving(application, EITHER) as server, client_of(server.port) as client:
         stays = [client.ask() for _ in range(4 if beyond else 3)]
-        await recorder.until(len(stays))
+        await desk.reply(len(stays))
         client.h2.remote_settings[SettingCodes.MAX_CONCURRENT_STREAMS] = 100
         left = client.h2.get_next_available_stream_id()
         whole = path == "/answered"
         client.h2.send_headers(left, [*POST[:3], (":path", path)], end_stream=whole)
         client.h2.reset_stream(left, ErrorCodes.CANCEL)
         client.flush()
-        for reply in recorder.replies[: len(stays)]:
+        for reply in desk.replies[: len(stays)]:
             reply.send(200, [], b"whole")
         assert [(await client.answer(number))[2] for number in stays] == [b"whole"] * len(stays)
         assert (await client.answer(client.ask([*GET[:3], (":path", "/answered")])))[0] == 200
@@ -291,34 +269,34 @@ async def test_who_gives_up_in_the_same_bytes_harms_no_other_stream(
 
 async def test_answers_end_though_the_client_says_that_it_goes() -> None:
     """RFC 9113 section 6.8: GOAWAY ends nothing that runs."""
-    recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
+    desk = Desk()
+    async with serving(desk, EITHER) as server, client_of(server.port) as client:
         number = client.ask()
-        await recorder.until(1)
-        recorder.replies[0].start(200, [])
-        recorder.replies[0].write(b"part ")
+        await desk.reply(1)
+        desk.replies[0].start(200, [])
+        desk.replies[0].write(b"part ")
         client.raw.send(GoAwayFrame(0).serialize() * 2)
         await client.until(DataReceived, number)
-        recorder.replies[0].write(b"and rest")
-        recorder.replies[0].end()
+        desk.replies[0].write(b"and rest")
+        desk.replies[0].end()
         assert (await client.answer(number))[2] == b"part and rest"
         assert await client.end() is None
 
 
 async def test_an_answer_that_breaks_off_resets_its_stream_behind_what_was_written() -> None:
-    recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
+    desk = Desk()
+    async with serving(desk, EITHER) as server, client_of(server.port) as client:
         number = client.ask()
-        await recorder.until(1)
-        recorder.replies[0].start(200, [])
-        recorder.replies[0].write(b"part")
-        recorder.replies[0].abort()
+        await desk.reply(1)
+        desk.replies[0].start(200, [])
+        desk.replies[0].write(b"part")
+        desk.replies[0].abort()
         assert (await client.until(StreamReset, number)).error_code == ErrorCodes.INTERNAL_ERROR
         assert client.body(number) == b"part"
-        recorder.closed.clear()
+        desk.closed.clear()
         again = client.ask()
-        await recorder.until(2)
-        recorder.replies[1].send(204, [], b"")
+        await desk.reply(2)
+        desk.replies[1].send(204, [], b"")
         assert (await client.answer(again))[::2] == (204, b"")
 
 
@@ -350,24 +328,24 @@ async def test_what_is_wrong_with_one_request_ends_that_one_alone(
     body: bytes | None,
     status: int,
 ) -> None:
-    recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
+    desk = Desk()
+    async with serving(desk, EITHER) as server, client_of(server.port) as client:
         good = client.ask()
-        await recorder.until(1)
+        await desk.reply(1)
         bad = client.ask(fields, body)
         assert (await client.answer(bad))[0] == status
-        recorder.replies[0].send(200, [], b"good")
+        desk.replies[0].send(200, [], b"good")
         assert (await client.answer(good))[2] == b"good"
-        assert len(recorder.requests) == 1
+        assert len(desk.requests) == 1
 
 
 async def test_a_host_stands_for_an_authority() -> None:
-    recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
+    desk = Desk()
+    async with serving(desk, EITHER) as server, client_of(server.port) as client:
         client.ask([GET[0], GET[1], GET[3], ("host", "b")])
-        await recorder.until(1)
-        assert recorder.requests[0].header(b"host") == b"b"
-        recorder.replies[0].send(200, [], b"")
+        await desk.reply(1)
+        assert desk.requests[0].header(b"host") == b"b"
+        desk.replies[0].send(200, [], b"")
 
 
 async def test_what_the_head_rules_out_is_answered_before_the_body() -> None:
@@ -391,22 +369,22 @@ async def test_what_the_head_rules_out_is_answered_before_the_body() -> None:
 
 
 async def test_streams_beyond_the_limit_are_refused_and_may_be_repeated() -> None:
-    recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
+    desk = Desk()
+    async with serving(desk, EITHER) as server, client_of(server.port) as client:
         # At once: it has not seen the server's settings.
         numbers = [client.ask() for _ in range(6)]
         for number in numbers[4:]:
             code = (await client.until(StreamReset, number)).error_code
             assert code == ErrorCodes.REFUSED_STREAM
-        assert len(recorder.requests) == 4
+        assert len(desk.requests) == 4
         assert client.h2.remote_settings.max_concurrent_streams == 4
-        for reply in recorder.replies:
+        for reply in desk.replies:
             reply.send(200, [], b"")
         for number in numbers[:4]:
             assert (await client.answer(number))[0] == 200
         again = client.ask()
-        await recorder.until(5)
-        recorder.replies[4].send(200, [], b"again")
+        await desk.reply(5)
+        desk.replies[4].send(200, [], b"again")
         assert (await client.answer(again))[2] == b"again"
 
 
@@ -459,17 +437,17 @@ FLOODS = [
 
 @pytest.mark.parametrize("flood", FLOODS)
 async def test_a_flood_ends_the_connection(flood: Any) -> None:
-    recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
+    desk = Desk()
+    async with serving(desk, EITHER) as server, client_of(server.port) as client:
         for i in range(4_000):
             flood(client.h2, i)
         client.flush()
         assert await client.end() == ErrorCodes.ENHANCE_YOUR_CALM
-        assert len(recorder.requests) <= 500
+        assert len(desk.requests) <= 500
         async with client_of(server.port) as other:
             other.ask()
-            await recorder.until(len(recorder.requests) + 1)
-            recorder.replies[-1].send(200, [], b"")
+            await desk.reply(len(desk.requests) + 1)
+            desk.replies[-1].send(200, [], b"")
 
 
 @pytest.mark.parametrize("flood", FLOODS[:2])
@@ -482,15 +460,15 @@ async def test_a_little_of_that_is_usual(flood: Any) -> None:
 
 
 async def test_windows_may_be_opened_for_each_frame_of_a_long_answer() -> None:
-    recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
+    desk = Desk()
+    async with serving(desk, EITHER) as server, client_of(server.port) as client:
         number = client.ask()
-        await recorder.until(1)
-        reply = recorder.replies[0]
+        reply = await desk.reply()
         reply.start(200, [])
-        for i in range(2_000):
+        for _ in range(2_000):
             reply.write(b"data: x\n\n")
-            while len(client.find(DataReceived)) <= i:
+            seen = len(client.events)
+            while not any(isinstance(one, DataReceived) for one in client.events[seen:]):
                 await client.read()
             client.h2.increment_flow_control_window(9)
             client.h2.increment_flow_control_window(9, number)
@@ -525,18 +503,18 @@ async def test_a_frame_or_a_head_that_never_ends_is_not_kept() -> None:
 
 
 async def test_a_drain_lets_answers_end_and_says_where_to_go_on() -> None:
-    recorder = Recorder()
-    async with serving(recorder, EITHER) as server, client_of(server.port) as client:
+    desk = Desk()
+    async with serving(desk, EITHER) as server, client_of(server.port) as client:
         number = client.ask()
-        await recorder.until(1)
+        await desk.reply(1)
         server.stop_accepting()
         goaway = await client.until(ConnectionTerminated)
         assert (goaway.error_code, goaway.last_stream_id) == (ErrorCodes.NO_ERROR, number)
-        recorder.replies[0].start(200, [])
-        recorder.replies[0].write(b"whole ")
+        desk.replies[0].start(200, [])
+        desk.replies[0].write(b"whole ")
         await asyncio.sleep(0.01)
-        recorder.replies[0].write(b"answer")
-        recorder.replies[0].end()
+        desk.replies[0].write(b"answer")
+        desk.replies[0].end()
         data = b""
         while part := await client.raw.reader.read(1 << 16):
             data += part
@@ -574,10 +552,10 @@ async def test_who_asks_for_nothing_is_sent_away(
 
 
 async def test_a_late_body_is_answered_and_a_client_that_stalls_loses_its_answer() -> None:
-    recorder = Recorder()
+    desk = Desk()
     limits = {"body_timeout_s": 0.05, "write_timeout_s": 0.2}
     async with (
-        serving(recorder, EITHER, **limits) as server,
+        serving(desk, EITHER, **limits) as server,
         client_of(server.port) as client,
     ):
         late = client.h2.get_next_available_stream_id()
@@ -586,33 +564,33 @@ async def test_a_late_body_is_answered_and_a_client_that_stalls_loses_its_answer
         assert (await client.answer(late))[0] == 408
         client.opens_windows = False
         stalls = client.ask()
-        await recorder.until(1)
-        recorder.replies[0].start(200, [])
-        recorder.replies[0].write(b"x" * 100_000)
+        await desk.reply(1)
+        desk.replies[0].start(200, [])
+        desk.replies[0].write(b"x" * 100_000)
         assert (await client.until(StreamReset, stalls)).error_code == ErrorCodes.CANCEL
-        assert recorder.closed == recorder.requests
+        assert desk.closed == desk.requests
 
 
 async def test_above_the_limit_of_connections_requests_are_refused() -> None:
-    recorder = Recorder()
+    desk = Desk()
     async with (
-        serving(recorder, EITHER, connection_limit=1) as server,
+        serving(desk, EITHER, connection_limit=1) as server,
         client_of(server.port) as busy,
     ):
         number = busy.ask()
-        await recorder.until(1)
+        await desk.reply(1)
         async with client_of(server.port) as refused:
             status, headers, _ = await refused.answer(refused.ask())
             assert (status, headers["retry-after"]) == (503, "1")
             await refused.end()
-        recorder.replies[0].send(200, [], b"served")
+        desk.replies[0].send(200, [], b"served")
         assert (await busy.answer(number))[2] == b"served"
         # It is idle now, and gives its place.
         async with client_of(server.port) as newcomer:
             newcomer.ask()
-            await recorder.until(2)
+            await desk.reply(2)
             assert await busy.end() == ErrorCodes.NO_ERROR
-            recorder.replies[1].send(200, [], b"")
+            desk.replies[1].send(200, [], b"")
 
 
 async def test_an_application_that_fails_harms_one_stream() -> None:

@@ -161,13 +161,18 @@ every_pace = pytest.mark.parametrize("workload", PACES.values(), ids=PACES)
 @every_policy
 @every_deployment
 @every_pace
-def test_the_scheduler_knows_the_loads_of_the_engines_at_every_step(
+def test_the_scheduler_knows_the_engines_and_every_request_ends_once(
     name: str, deployment: SimulatedDeployment, workload: Workload
 ) -> None:
     steps = 0
-    late = policy_of(name, deployment, NoPrediction()).slots_beyond_batch == 0
+    seen: Counter[type] = Counter()
+    tokens: Counter[RequestId] = Counter()
+    batch: set[RequestId] = set()
+    finished: list[RequestId] = []
+    slots_beyond_batch = policy_of(name, deployment, NoPrediction()).slots_beyond_batch
 
     def compare(scheduler: Scheduler, loads: list[int], running: int) -> None:
+        """Compare its loads with those of the engines, as a step begins."""
         nonlocal steps
         steps += 1
         mirrored = scheduler.ledger.loads.tolist()
@@ -179,61 +184,20 @@ def test_the_scheduler_knows_the_loads_of_the_engines_at_every_step(
                 queued += 1
         assert mirrored == loads
         assert int(scheduler.ledger.started.sum()) == running
-        if late:  # What it binds joins at once, so that its whole ledger is the truth.
+        if slots_beyond_batch == 0:  # What it binds joins at once: its whole ledger is the truth.
             delayed = deployment.rank_kv_tokens is not None or bool(
                 deployment.transfer_base_ns or deployment.transfer_ns_per_token
             )
             assert queued == 0 or delayed
             assert int(scheduler.ledger.bound.max()) <= deployment.batch_limit
 
-    watched(name, deployment, workload, at_step=compare)
-    assert steps > 50
-
-
-@every_policy
-@every_deployment
-@every_pace
-def test_every_holding_is_accounted_for_after_every_event(
-    name: str, deployment: SimulatedDeployment, workload: Workload
-) -> None:
-    seen: Counter[type] = Counter()
-
     def check(scheduler: Scheduler, item: Event | Action) -> None:
+        """Account for every holding, and count what the item brings its request."""
         seen[type(item)] += 1
         scheduler.check()  # The state that the event before has left.
-        for number, request in scheduler.requests.items():
+        for number, live in scheduler.requests.items():
             prompt_tokens = workload.requests[number].prompt_tokens
-            assert request.prompt_tokens == prompt_tokens + request.emitted_before
-
-    simulation = watched(name, deployment, workload, at_step=lambda *_: None, on_event=check)
-    scheduler = simulation.scheduler
-    scheduler.check()
-    assert scheduler.requests == {}
-    assert len(scheduler.pool) == 0
-    assert not scheduler.ledger.loads.any()
-    assert not scheduler.ledger.bound.any()
-    assert not scheduler.ledger.started.any()
-    assert not any(scheduler.prefillers.held_tokens)
-    assert not any(scheduler.prefillers.prefills)
-    late = policy_of(name, deployment, NoPrediction()).slots_beyond_batch is not None
-    assert (seen[ReleasePrefill] > 5) == (late and deployment.lease_ns is not None)
-    if deployment.rank_kv_tokens is None:
-        assert seen[RequestRecomputed] == 0
-    else:
-        assert seen[RequestRecomputed] > 5
-        assert seen[StartPrefill] == len(workload.requests) + seen[RequestRecomputed]
-
-
-@every_policy
-@every_deployment
-@every_pace
-def test_every_request_finishes_once_with_all_its_tokens(
-    name: str, deployment: SimulatedDeployment, workload: Workload
-) -> None:
-    tokens: Counter[RequestId] = Counter()
-    batch: set[RequestId] = set()
-    finished: list[RequestId] = []
-    for _, item in record(name, deployment, workload):
+            assert live.prompt_tokens == prompt_tokens + live.emitted_before
         match item:
             case DecodeStarted(request):
                 assert request not in batch
@@ -247,18 +211,44 @@ def test_every_request_finishes_once_with_all_its_tokens(
                 batch.remove(request)
             case _:
                 pass
+
+    scheduler = watched(name, deployment, workload, at_step=compare, on_event=check).scheduler
+    assert steps > 50
+    scheduler.check()
+    assert scheduler.requests == {}
+    assert len(scheduler.pool) == 0
+    assert not scheduler.ledger.loads.any()
+    assert not scheduler.ledger.bound.any()
+    assert not scheduler.ledger.started.any()
+    assert not any(scheduler.prefillers.held_tokens)
+    assert not any(scheduler.prefillers.prefills)
+    assert (seen[ReleasePrefill] > 5) == (None not in (slots_beyond_batch, deployment.lease_ns))
+    if deployment.rank_kv_tokens is None:
+        assert seen[RequestRecomputed] == 0
+    else:
+        assert seen[RequestRecomputed] > 5
+        assert seen[StartPrefill] == len(workload.requests) + seen[RequestRecomputed]
     assert sorted(finished) == list(range(len(workload.requests)))
     for request in finished:
         assert tokens[request] == workload.requests[request].output_tokens
 
 
+BACKLOG, CONCURRENCY = 9, 11
+
+
 @every_policy
 @every_deployment
-def test_a_saturated_run_keeps_its_backlog_until_the_trace_ends(
-    name: str, deployment: SimulatedDeployment
+@pytest.mark.parametrize(
+    ("workload", "closed_loop"),
+    [
+        (synthetic(60, backlog=BACKLOG), False),
+        (replace(synthetic(60, backlog=None), concurrency=CONCURRENCY), True),
+    ],
+    ids=["saturated", "closed loop"],
+)
+def test_a_run_keeps_its_requests_waiting_or_under_way_until_the_trace_ends(
+    name: str, deployment: SimulatedDeployment, workload: Workload, closed_loop: bool
 ) -> None:
-    backlog = 9
-    workload = synthetic(60, backlog=backlog)
     arrived = steps = 0
     returned: set[RequestId] = set()
 
@@ -278,30 +268,8 @@ def test_a_saturated_run_keeps_its_backlog_until_the_trace_ends(
         nonlocal steps
         if arrived < len(workload.requests):
             waiting = {r.request for r in scheduler.requests.values() if not r.started}
-            assert len(waiting - returned) == backlog
-            steps += 1
-
-    watched(name, deployment, workload, at_step=compare, on_event=count)
-    assert steps > 25
-
-
-@every_policy
-@every_deployment
-def test_a_closed_loop_keeps_its_requests_under_way_until_the_trace_ends(
-    name: str, deployment: SimulatedDeployment
-) -> None:
-    concurrency = 11
-    workload = replace(synthetic(60, backlog=None), concurrency=concurrency)
-    arrived = steps = 0
-
-    def count(_: Scheduler, item: Event | Action) -> None:
-        nonlocal arrived
-        arrived += isinstance(item, RequestArrived)
-
-    def compare(scheduler: Scheduler, _loads: list[int], _running: int) -> None:
-        nonlocal steps
-        if arrived < len(workload.requests):
-            assert len(scheduler.requests) == concurrency
+            assert closed_loop or len(waiting - returned) == BACKLOG
+            assert not closed_loop or len(scheduler.requests) == CONCURRENCY
             steps += 1
 
     watched(name, deployment, workload, at_step=compare, on_event=count)

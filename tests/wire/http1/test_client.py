@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.wire.raw_bytes import RawConnection, Script, engine
+from tests.wire.raw_bytes import RawConnection, Script, engine, until
 
 from balanceroute.proxy.wire.http1.client import Call, Endpoint, fetch
 from balanceroute.proxy.wire.messages import (
@@ -71,11 +71,6 @@ class Handler:
     def on_error(self, error: WireError) -> None:
         assert not self.over
         self.error = error
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 (What is waited for sets no event.)
-        await asyncio.sleep(0)
 
 
 def begin(endpoint: Endpoint, body: Payload = b"", method: bytes = b"POST") -> tuple[Handler, Call]:

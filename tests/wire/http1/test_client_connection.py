@@ -22,9 +22,8 @@ from tests.wire.http1.test_client import (
     begin,
     exchange,
     request_of,
-    until,
 )
-from tests.wire.raw_bytes import RawConnection, Script, engine
+from tests.wire.raw_bytes import RawConnection, Script, engine, until
 
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.client_connection import Call, ClientConnection
