@@ -3,9 +3,11 @@
 import asyncio
 import random
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
+from tests.extended import usually
 from tests.support.site import Site, play
 from tests.two_leg_router import TwoLegRouter
 
@@ -55,6 +57,7 @@ async def keep_busy(site: Site, rng: random.Random, port: int) -> None:
         await site.send("/v1/completions", values, port=port).end()
 
 
+@cache
 def seen_with(policy: str | None) -> Seen:
     """Return what is seen of this proxy with a policy, or of a router that holds nothing back."""
     found: list[Seen] = []
@@ -85,24 +88,23 @@ def seen_with(policy: str | None) -> Seen:
     return found[0]
 
 
-def test_its_idle_is_the_engines_own_and_its_prediction_comes_true() -> None:
-    after = seen_with("br-h")
-    for policy in ("jsq", None):
-        before = seen_with(policy)
-        seen = before.observation
-        assert seen.saturated
-        assert len(seen.ranks) == 4
-        assert seen.batch == 8
-        for one in (before, after):
-            assert one.observation.idle == pytest.approx(one.idle, abs=0.02)
-            assert one.observation.output_tokens_per_s == pytest.approx(one.tokens_per_s, rel=0.03)
-        assert seen.fit is not None
-        assert seen.fit.us_per_token == pytest.approx(5.0, rel=0.15)
-        assert seen.verdict.bound is Bound.BARRIER
-        recovery = recover(seen, None, step_base_ms=30.0, step_us_per_token=0.2)
-        (ours,) = [one for one in recovery.predictions if one.policy == "br-h"]
-        gain = after.tokens_per_s / before.tokens_per_s - 1.0
-        assert gain > 0.05
-        assert ours.gain == pytest.approx(gain, abs=0.03)
-        # The same fleet and load, whoever was audited before.
-        assert ours.idle == pytest.approx(after.idle, abs=0.01)
+@pytest.mark.parametrize("policy", usually(["jsq"], ["jsq", None]))
+def test_its_idle_is_the_engines_own_and_its_prediction_comes_true(policy: str | None) -> None:
+    before, after = seen_with(policy), seen_with("br-h")
+    seen = before.observation
+    assert seen.saturated
+    assert len(seen.ranks) == 4
+    assert seen.batch == 8
+    for one in (before, after):
+        assert one.observation.idle == pytest.approx(one.idle, abs=0.02)
+        assert one.observation.output_tokens_per_s == pytest.approx(one.tokens_per_s, rel=0.03)
+    assert seen.fit is not None
+    assert seen.fit.us_per_token == pytest.approx(5.0, rel=0.15)
+    assert seen.verdict.bound is Bound.BARRIER
+    recovery = recover(seen, None, step_base_ms=30.0, step_us_per_token=0.2)
+    (ours,) = [one for one in recovery.predictions if one.policy == "br-h"]
+    gain = after.tokens_per_s / before.tokens_per_s - 1.0
+    assert gain > 0.05
+    assert ours.gain == pytest.approx(gain, abs=0.03)
+    # The same fleet and load, whoever was audited before.
+    assert ours.idle == pytest.approx(after.idle, abs=0.01)

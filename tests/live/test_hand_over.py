@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.extended import usually
 from tests.live.control.test_admin import INSTANCE, ORDERS, PAGES, Bench
 from tests.live.served import COMPLETIONS, STREAM, Client, Served, engines, play, serving
 from tests.support.played import in_real_time
@@ -109,7 +110,7 @@ async def policy(served: Served) -> str:
     return found
 
 
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("keeps", usually([True], [False, True]))
 @in_real_time()
 async def test_a_new_version_takes_over_and_no_request_notices(tmp_path: Path, keeps: bool) -> None:
     log = tmp_path / "log"
@@ -196,7 +197,7 @@ def test_a_version_that_does_not_start_leaves_everything_as_it_is(tmp_path: Path
     play(main())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", usually([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
 @in_real_time()
 async def test_a_signal_to_end_reaches_both_once_while_the_old_one_drains(
     tmp_path: Path, number: signal.Signals

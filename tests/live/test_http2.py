@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.extended import usually
 from tests.live.served import COMPLETIONS, STREAM, engines, play, serving
 from tests.support.certificate import make_certificate
 
@@ -39,7 +40,7 @@ def steady(answer: httpx.Response) -> tuple[int, set[str], str]:
     return answer.status_code, fields, "\n".join(lines)
 
 
-@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("tls", usually([True], [False, True]))
 def test_http2_gives_the_answers_of_http1(tmp_path: Path, tls: bool) -> None:
     token = tmp_path / "token"
     token.touch(0o600)

@@ -4,6 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.extended import usually
 from tests.support.site import Exchanged, Site, served
 
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId
@@ -138,7 +139,7 @@ async def right(site: Site, exchanges: list[Exchanged]) -> None:
         assert one.text == alone.text
 
 
-@pytest.mark.parametrize("death_s", [0.0, 0.3, 1.0, 2.5])
+@pytest.mark.parametrize("death_s", usually([0.0, 1.0], [0.0, 0.3, 1.0, 2.5]))
 @pytest.mark.parametrize("streaming", [1, 2, 16])
 @served(flags=EXACT, dp_death_s=lambda death_s: death_s, **TWO_GROUPS)
 async def test_streams_of_a_group_that_dies_go_on_in_another(

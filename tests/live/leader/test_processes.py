@@ -72,7 +72,7 @@ def test_an_update_keeps_the_lead(tmp_path: Path) -> None:
                 assert answer.done, (answer.status, answer.body, answer.error)
             client.close()
 
-        stream = first.client.send(b"POST", COMPLETIONS, STREAM | {"max_tokens": 900})
+        stream = first.client.send(b"POST", COMPLETIONS, STREAM | {"max_tokens": 600})
         await stream.until_events(3)
         async with asyncio.TaskGroup() as group:
             for _ in range(4):
