@@ -245,16 +245,27 @@ async def test_if_told_so_it_is_prefilled_again_instead(site: Site, connector: s
     assert "kv_transfer_params" in failed.json["error"]["message"]
 
 
-@pytest.mark.parametrize("connector", ["nixl", "mooncake-ascend"])
-@served("connector")
-async def test_alien_parameters_cost_a_second_prefill(site: Site, connector: str) -> None:
+@pytest.mark.parametrize(
+    ("connector", "fault", "legs"),
+    [
+        ("nixl", {"prefill": {"alien_kv_params": 1.0}}, ("prefill", 2)),
+        ("mooncake-ascend", {"prefill": {"alien_kv_params": 1.0}}, ("prefill", 2)),
+        # A rank that never calls back is given up.
+        ("mooncake-layerwise", {"decode": {"hang": True}}, ("decode", 2)),
+    ],
+)
+@served("connector", flags={"first_token_timeout_s": 2.0, "prefill_timeout_s": 3.0})
+async def test_what_fails_before_the_first_byte_is_done_once_more(
+    site: Site, connector: str, fault: dict[str, dict[str, Any]], legs: tuple[str, int]
+) -> None:
     right = await alone(site, COMPLETIONS, BODY | USAGE)
-    site.fleet.faults.set("prefill", alien_kv_params=1.0)
+    ((role, kind),) = fault.items()
+    site.fleet.faults.set(role, **kind)
     exchange = site.send(COMPLETIONS, BODY | USAGE, headers=ID)
-    await site.until(lambda: len(site.received("decode")) == 1)
+    await site.until(lambda: len(site.received("decode")) == (2 if "hang" in kind else 1))
     site.fleet.faults.clear()
     same(await exchange.end(), right)
-    assert len(site.received("prefill")) == 2
+    assert len({seen.engine for seen in site.received(legs[0])}) == legs[1]
 
 
 # Requests that a rank hands back.
@@ -442,24 +453,16 @@ def test_a_callback_needs_no_key_and_no_client_can_guess_it(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b'{"a":' * 500 + b"1" + b"}" * 500])
 @served(connector="mooncake-layerwise", prefill_base_ns=200_000_000)
-async def test_a_callback_that_is_no_object_is_refused(site: Site, body: bytes) -> None:
+async def test_a_callback_that_is_no_object_or_comes_twice_starts_no_prefill(
+    site: Site, body: bytes
+) -> None:
     exchange = site.send(COMPLETIONS, BODY | {"stream": True}, headers=ID)
     await site.until(lambda: len(site.received("prefill")) == 1)
     url = site.received("decode")[0].values["kv_transfer_params"]["metaserver"]
     path = "/" + url.split("/", 3)[3]
     assert (await site.post(path, body)).status == 400
     assert (await site.post(path, bytes((1 << 20) + 1))).status == 413
-    assert (await exchange.end()).done
-    assert len(site.received("prefill")) == 1
-
-
-@served(connector="mooncake-layerwise", prefill_base_ns=200_000_000)
-async def test_a_callback_that_comes_twice_starts_one_prefill(site: Site) -> None:
-    exchange = site.send(COMPLETIONS, BODY | {"stream": True}, headers=ID)
-    await site.until(lambda: len(site.received("prefill")) == 1)
-    url = site.received("decode")[0].values["kv_transfer_params"]["metaserver"]
-    again = await site.post("/" + url.split("/", 3)[3], hand_offs(site)[0])
-    assert again.status == 200
+    assert (await site.post(path, hand_offs(site)[0])).status == 200
     assert (await exchange.end()).done
     assert len(site.received("prefill")) == 1
 
@@ -577,19 +580,6 @@ async def test_a_call_is_answered_even_if_every_prefiller_is_crowded(site: Site)
         await site.post(COMPLETIONS, BODY | USAGE, ID),
         await alone(site, COMPLETIONS, BODY | USAGE),
     )
-
-
-@served(
-    connector="mooncake-layerwise", flags={"first_token_timeout_s": 2.0, "prefill_timeout_s": 3.0}
-)
-async def test_a_rank_that_never_calls_back_is_given_up(site: Site) -> None:
-    right = await alone(site, COMPLETIONS, BODY | USAGE)
-    site.fleet.faults.set("decode", hang=True)
-    exchange = site.send(COMPLETIONS, BODY | USAGE, headers=ID)
-    await site.until(lambda: len(site.received("decode")) == 2)
-    site.fleet.faults.clear()
-    same(await exchange.end(), right)
-    assert len({seen.engine for seen in site.received("decode")}) == 2
 
 
 @pytest.mark.parametrize("failures", [1, 3])

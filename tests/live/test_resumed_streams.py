@@ -172,26 +172,21 @@ async def test_a_drain_with_a_deadline_takes_away_what_can_go_on(site: Site, pat
     assert [leg.engine for leg in site.received("decode")][2:] == ["decode/1"]
 
 
-@served(flags=EXACT)
-async def test_an_engine_that_is_taken_back_before_the_deadline_keeps_its_streams(
-    site: Site,
+@pytest.mark.parametrize(
+    ("ranks", "deadline_s"), [(2, 0.3), (1, 0)], ids=["taken back", "the last"]
+)
+@served("ranks", flags=EXACT)
+async def test_an_engine_that_is_taken_back_before_the_deadline_or_is_the_last_keeps_its_streams(
+    site: Site, ranks: int, deadline_s: float
 ) -> None:
     exchange = site.send(CHAT, STREAMS[CHAT] | {"max_tokens": 100}, headers=ID)
     await exchange.until_events(9)
     (on,) = site.received("decode")
     order = {"role": "decode", "url": site.fleet.engine(on.engine).url}
-    assert (await site.admin("/admin/instances/drain", order | {"deadline_s": 0.3})).status == 200
-    assert (await site.admin("/admin/instances", order)).status == 200
-    assert (await exchange.end()).done
-    assert (await site.ended())[0].resumes == 0
-
-
-@served(flags=EXACT, ranks=1)
-async def test_the_last_engine_keeps_its_streams_at_the_deadline(site: Site) -> None:
-    exchange = site.send(CHAT, STREAMS[CHAT] | {"max_tokens": 100}, headers=ID)
-    await exchange.until_events(9)
-    order = {"role": "decode", "url": site.fleet.engine("decode/0").url, "deadline_s": 0}
-    assert (await site.admin("/admin/instances/drain", order)).status == 200
+    drained = await site.admin("/admin/instances/drain", order | {"deadline_s": deadline_s})
+    assert drained.status == 200
+    if ranks > 1:
+        assert (await site.admin("/admin/instances", order)).status == 200
     assert (await exchange.end()).done
     assert (await site.ended())[0].resumes == 0
 

@@ -317,30 +317,26 @@ def test_orders_reach_the_control() -> None:
     ]
 
 
+@pytest.mark.parametrize("ranks", [8, None])
 @in_real_time()
-async def test_an_addition_is_answered_when_it_is_done() -> None:
+async def test_an_addition_is_answered_when_it_is_done(ranks: int | None) -> None:
     bench = Bench()
     bench.fleet.gate.clear()
-    order = INSTANCE | {"role": "prefill", "ranks": 8, "bootstrap": "http://d:8998"}
-    sent = bench.post("/admin/instances", order)
+    order: dict[str, object] = {**INSTANCE, "role": "prefill"}
+    addresses = {"bootstrap": "http://d:8998"}
+    if ranks is None:  # Then everything is said that a prefiller may have.
+        addresses |= {"kv_events": "tcp://p:5557", "kv_replay": "tcp://[::1]:5558"}
+    else:
+        order["ranks"] = ranks
+    sent = bench.post("/admin/instances", order | addresses)
     await asyncio.sleep(0)
     assert sent.status == 0
     assert bench.get("/admin/instances").status == 200
     bench.fleet.gate.set()
     await sent.done.wait()
     assert sent.status == 200
-    assert bench.fleet.orders == [("add", Role.PREFILL, "http://d:8000", 8, "http://d:8998")]
-
-
-@in_real_time()
-async def test_a_prefiller_is_added_with_the_addresses_of_its_kv_cache_events() -> None:
-    events = {"kv_events": "tcp://p:5557", "kv_replay": "tcp://[::1]:5558"}
-    bench = Bench()
-    sent = bench.post("/admin/instances", {"role": "prefill", "url": "http://p:8000"} | events)
-    await sent.done.wait()
-    assert sent.status == 200
     assert bench.fleet.orders == [
-        ("add", Role.PREFILL, "http://p:8000", None, None, *events.values())
+        ("add", Role.PREFILL, "http://d:8000", ranks, *addresses.values())
     ]
 
 
@@ -419,20 +415,20 @@ def test_without_the_token_nothing_is_shown_and_nothing_done(headers: Headers) -
     assert bench.fleet.orders == []
 
 
-def test_health_and_readiness_need_no_token() -> None:
-    bench = Bench()
-    assert bench.get("/health", headers=[]).status == 200
-    assert bench.get("/ready", headers=[]).status == 200
-    assert b"admin" not in bench.get("/ready", headers=[]).body
-
-
-def test_the_scheme_is_not_case_sensitive() -> None:
-    headers = [(b"authorization", b"bEARER admin-token")]
-    assert Bench().get("/admin/state", headers=headers).status == 200
-
-
-def test_without_a_configured_token_none_is_asked_for() -> None:
-    assert Bench(token=False).get("/admin/state", headers=[]).status == 200
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "token"),
+    [
+        ("GET", "/health", [], True),  # These two need none.
+        ("GET", "/ready", [], True),
+        ("GET", "/admin/state", [(b"authorization", b"bEARER admin-token")], True),
+        ("GET", "/admin/state", [], False),  # None is configured.
+        ("HEAD", "/admin/state", GOOD, True),
+    ],
+)
+def test_who_is_answered(method: str, path: str, headers: Headers, token: bool) -> None:
+    sent = Bench(token=token).ask(method, path, b"", headers=headers, media=[])
+    assert sent.status == 200
+    assert b"admin-token" not in sent.body
 
 
 @pytest.mark.parametrize(
@@ -626,10 +622,6 @@ def test_with_a_token_any_name_will_do(headers: Headers) -> None:
     assert bench.get("/admin/state", headers=headers).status == 401
 
 
-def test_a_page_is_there_for_head_too() -> None:
-    assert Bench().ask("HEAD", "/admin/state").status == 200
-
-
 def test_orders_and_refused_tokens_leave_a_trace(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     bench = Bench()
@@ -695,11 +687,16 @@ def waited(scenario: Callable[[Bench], Awaitable[None]]) -> None:
 waiting = played_by(waited)
 
 
+@pytest.mark.parametrize("deadline_s", [None, 5])
 @waiting()
-async def test_a_drain_may_be_answered_when_nothing_is_in_flight_any_more(bench: Bench) -> None:
+async def test_a_drain_may_be_answered_when_nothing_is_in_flight_any_more(
+    bench: Bench, deadline_s: int | None
+) -> None:
     url = "HTTP://D:8000/"  # It is the same address.
-    sent = bench.post("/admin/instances/drain", INSTANCE | {"url": url, "wait_s": 60})
-    assert bench.fleet.orders == [("drain", Role.DECODE, url)]
+    more = {} if deadline_s is None else {"deadline_s": deadline_s}
+    order = INSTANCE | {"url": url, "wait_s": 60} | more
+    sent = bench.post("/admin/instances/drain", order)
+    assert bench.fleet.orders == [("drain", Role.DECODE, url, *more.values())]
     await asyncio.sleep(30.0)
     assert sent.status == 0
     bench.fleet.in_flight = 0
@@ -727,31 +724,11 @@ async def test_an_engine_that_is_gone_meanwhile_is_drained(bench: Bench) -> None
     assert sent.status == 200
 
 
-@pytest.mark.parametrize("wait_s", [-1, "3", True, None, 86_401, inf])
-def test_how_long_to_wait_is_a_number(wait_s: object) -> None:
+@pytest.mark.parametrize("name", ["wait_s", "deadline_s"])
+@pytest.mark.parametrize("seconds", [-1, "3", True, None, 86_401, inf])
+def test_how_long_is_a_number(name: str, seconds: object) -> None:
     bench = Bench()
-    sent = bench.post("/admin/instances/drain", INSTANCE | {"wait_s": wait_s})
-    assert sent.status == 400
-    assert bench.fleet.orders == []
-
-
-@waiting()
-async def test_a_drain_may_have_a_deadline(bench: Bench) -> None:
-    order = INSTANCE | {"deadline_s": 5, "wait_s": 60}
-    sent = bench.post("/admin/instances/drain", order)
-    await asyncio.sleep(5.1)
-    assert bench.fleet.orders == [("drain", Role.DECODE, INSTANCE["url"], 5)]
-    assert sent.status == 0
-    bench.fleet.in_flight = 0
-    await asyncio.sleep(1.0)
-    assert sent.status == 200
-
-
-@pytest.mark.parametrize("deadline_s", [-1, "3", True, None, 86_401, inf])
-def test_a_deadline_is_a_number(deadline_s: object) -> None:
-    bench = Bench()
-    sent = bench.post("/admin/instances/drain", INSTANCE | {"deadline_s": deadline_s})
-    assert sent.status == 400
+    assert bench.post("/admin/instances/drain", INSTANCE | {name: seconds}).status == 400
     assert bench.fleet.orders == []
 
 

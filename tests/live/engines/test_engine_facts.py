@@ -77,33 +77,26 @@ def test_other_weights_matter_to_nixl(connector: str, refused: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("connector", "prefill", "decode", "refused"),
+    ("name", "connector", "prefill", "decode", "refused"),
     [
-        ("nixl", "auto", "fp8", True),
-        ("mooncake", "auto", "fp8", False),
-        ("mooncake", "bfloat16", "fp8", True),
-        ("mooncake-ascend", "bfloat16", "fp8", True),
+        ("cache_dtype", "nixl", "auto", "fp8", True),
+        ("cache_dtype", "mooncake", "auto", "fp8", False),
+        ("cache_dtype", "mooncake", "bfloat16", "fp8", True),
+        ("cache_dtype", "mooncake-ascend", "bfloat16", "fp8", True),
+        ("block_size", "nixl", 128, 16, False),
+        ("block_size", "nixl", 48, 32, False),
+        ("block_size", "mooncake", 16, 32, False),
+        ("block_size", "mooncake-ascend", 128, 256, False),
+        ("block_size", "mooncake-ascend", 96, 128, True),
+        ("block_size", "mooncake-hybrid", 128, 256, True),
     ],
 )
-def test_types_of_the_kv_cache(connector: str, prefill: str, decode: str, refused: bool) -> None:
-    pair = facts(cache_dtypes=[prefill]), facts(cache_dtypes=[decode])
-    assert found(connector, *pair) == [(f"have cache_dtype {decode} and {prefill}", refused)]
-
-
-@pytest.mark.parametrize(
-    ("connector", "prefill", "decode", "refused"),
-    [
-        ("nixl", 128, 16, False),
-        ("nixl", 48, 32, False),
-        ("mooncake", 16, 32, False),
-        ("mooncake-ascend", 128, 256, False),
-        ("mooncake-ascend", 96, 128, True),
-        ("mooncake-hybrid", 128, 256, True),
-    ],
-)
-def test_sizes_of_blocks(connector: str, prefill: int, decode: int, refused: bool) -> None:
-    pair = facts(block_tokens=[prefill]), facts(block_tokens=[decode])
-    assert found(connector, *pair) == [(f"have block_size {decode} and {prefill}", refused)]
+def test_types_and_blocks_of_the_kv_cache(
+    name: str, connector: str, prefill: object, decode: object, refused: bool
+) -> None:
+    field = {"cache_dtype": "cache_dtypes", "block_size": "block_tokens"}[name]
+    pair = facts(**{field: [prefill]}), facts(**{field: [decode]})
+    assert found(connector, *pair) == [(f"have {name} {decode} and {prefill}", refused)]
 
 
 # Lines of pages of vLLM 0.32.0: without a KV connector, and of a decode engine with NIXL.

@@ -81,12 +81,6 @@ class Bench:
                 self.health.probed(one, None)
 
 
-def test_instances_are_up_until_something_says_otherwise() -> None:
-    bench = Bench(*DECODERS)
-    assert bench.up() == [True] * 4
-    assert bench.changes == []
-
-
 @pytest.mark.parametrize("fault", SOFT_FAULTS)
 def test_a_fault_has_to_come_back_before_it_quarantines(fault: Fault) -> None:
     bench = Bench(*DECODERS)
@@ -129,13 +123,6 @@ def test_no_more_than_half_of_a_role_is_quarantined_by_what_all_may_share(
     for target in DECODERS[:instances]:
         bench.fail(target, fault, 50)
     assert sum(bench.up()) == spared
-
-
-def test_dead_engines_are_quarantined_all() -> None:
-    bench = Bench(*DECODERS)
-    for target in DECODERS:
-        bench.fail(target, Fault.CONNECT)
-    assert bench.up() == [False] * 4
 
 
 def test_the_last_one_alive_is_not_given_up_for_its_errors() -> None:

@@ -131,50 +131,42 @@ def chat(text: str = "Once", tokens: int = 3, **values: object) -> dict[str, obj
     return resumed_members(Api.CHAT, {"messages": [USER]} | values, text, tokens)
 
 
-@pytest.mark.parametrize("prompt", ["Once", ["Once"]])
-def test_a_completion_goes_on_behind_its_prompt(prompt: object) -> None:
-    assert completion(prompt=prompt, max_tokens=10) == {"prompt": "Once upon", "max_tokens": 7}
+BEGUN = {"role": "assistant", "content": "On", "name": "bard"}
+GOES_ON = {"add_generation_prompt": False, "continue_final_message": True}
 
 
-def test_a_chat_goes_on_with_the_assistants_message() -> None:
-    assert chat() == {
-        "messages": [USER, {"role": "assistant", "content": "Once"}],
-        "add_generation_prompt": False,
-        "continue_final_message": True,
-    }
-
-
-def test_a_message_that_the_client_began_goes_on() -> None:
-    begun = {"role": "assistant", "content": "On", "name": "bard"}
-    members = chat("ce upon", messages=[USER, begun], continue_final_message=True)
-    assert members["messages"] == [USER, begun | {"content": "Once upon"}]
-    assert members["continue_final_message"] is True
-    assert members["add_generation_prompt"] is False
-
-
-def test_the_limits_shrink_by_what_was_emitted() -> None:
-    limits: dict[str, Any] = {"max_tokens": 10, "max_completion_tokens": 9, "min_tokens": 4}
-    assert {name: chat(tokens=3, **limits)[name] for name in limits} == {
-        "max_tokens": 7,
-        "max_completion_tokens": 6,
-        "min_tokens": 1,
-    }
-
-
-def test_a_limit_stays_one_that_an_engine_takes() -> None:
-    members = chat(tokens=30, max_tokens=10, min_tokens=4)
-    assert (members["max_tokens"], members["min_tokens"]) == (1, 0)
-
-
-def test_an_absent_limit_stays_absent_where_the_engine_has_none() -> None:
-    assert "max_tokens" not in chat(max_tokens=None)
-    assert "max_tokens" not in chat()
-    assert "max_tokens" not in completion(max_tokens=None)
-
-
-def test_a_completion_without_a_limit_keeps_to_the_engines_own() -> None:
-    # vLLM stops such a completion after 16 tokens.
-    assert completion(tokens=10)["max_tokens"] == 6
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        (completion(max_tokens=10), {"prompt": "Once upon", "max_tokens": 7}),
+        (completion(prompt=["Once"], max_tokens=10), {"prompt": "Once upon", "max_tokens": 7}),
+        # vLLM stops a completion without a limit after 16 tokens.
+        (completion(tokens=10), {"prompt": "Once upon", "max_tokens": 6}),
+        (completion(max_tokens=None), {"prompt": "Once upon"}),
+        # The echo is not put into the prompt twice.
+        (
+            completion("Once upon", echo=True, max_tokens=9),
+            {"prompt": "Once upon", "echo": False, "max_tokens": 6},
+        ),
+        (chat(), {"messages": [USER, {"role": "assistant", "content": "Once"}]} | GOES_ON),
+        (
+            chat("ce upon", messages=[USER, BEGUN], continue_final_message=True),
+            {"messages": [USER, BEGUN | {"content": "Once upon"}]} | GOES_ON,
+        ),
+        # An answer without any text begins again.
+        (chat("", tokens=1, max_tokens=9), {"max_tokens": 8}),
+        (
+            chat("", tokens=3, max_tokens=10, max_completion_tokens=9, min_tokens=4),
+            {"max_tokens": 7, "max_completion_tokens": 6, "min_tokens": 1},
+        ),
+        # A limit stays one that an engine takes, and an absent one absent.
+        (chat("", tokens=30, max_tokens=10, min_tokens=4), {"max_tokens": 1, "min_tokens": 0}),
+        (chat("", max_tokens=None), {}),
+    ],
+    ids=str,
+)
+def test_which_members_change(members: dict[str, object], expected: dict[str, object]) -> None:
+    assert members == expected
 
 
 def test_a_second_resume_starts_from_what_the_client_sent() -> None:
@@ -201,18 +193,9 @@ def test_a_second_resume_of_a_chat_has_one_assistants_message() -> None:
     assert values == {"messages": [USER]}
 
 
-def test_an_echo_is_not_put_into_the_prompt_twice() -> None:
-    members = completion("Once upon", echo=True, max_tokens=9)
-    assert members == {"prompt": "Once upon", "echo": False, "max_tokens": 6}
-
-
 def test_an_echo_that_is_not_the_prompt_cannot_be_continued() -> None:
     with pytest.raises(CannotResumeError):
         completion("<s>Once upon", echo=True)
-
-
-def test_an_answer_without_any_text_begins_again() -> None:
-    assert chat("", tokens=1, max_tokens=9) == {"max_tokens": 8}
 
 
 def test_text_of_any_kind_gets_into_the_body() -> None:
@@ -329,39 +312,35 @@ def judge(text: str, *choices: dict[str, Any]) -> bool | None:
 
 
 @pytest.mark.parametrize(
-    ("choices", "same"),
+    ("text", "choices", "same"),
     [
-        ([{"text": "ab"}], True),
-        ([{"text": "abc", "finish_reason": "stop"}], True),
-        ([{"text": "a"}], None),
-        ([{"text": "a"}, {"text": "b"}], True),
-        ([{"text": "a"}, {"text": "c"}], False),
-        ([{"text": "a", "finish_reason": "stop"}], False),
-        ([{"text": ""}], None),
-        ([{"text": "", "finish_reason": "stop"}], False),
-        ([{"delta": {"role": "assistant", "content": ""}}, {"delta": {"content": "ab"}}], True),
-        ([{"delta": {"content": "x"}}], False),
-        ([{"delta": {"reasoning": "ab"}}], False),
+        ("ab", [{"text": "ab"}], True),
+        ("ab", [{"text": "abc", "finish_reason": "stop"}], True),
+        ("ab", [{"text": "a"}], None),
+        ("ab", [{"text": "a"}, {"text": "b"}], True),
+        ("ab", [{"text": "a"}, {"text": "c"}], False),
+        ("ab", [{"text": "a", "finish_reason": "stop"}], False),
+        ("ab", [{"text": ""}], None),
+        ("ab", [{"text": "", "finish_reason": "stop"}], False),
+        (
+            "ab",
+            [{"delta": {"role": "assistant", "content": ""}}, {"delta": {"content": "ab"}}],
+            True,
+        ),
+        ("ab", [{"delta": {"content": "x"}}], False),
+        ("ab", [{"delta": {"reasoning": "ab"}}], False),
+        ("", [{"token_ids": [7]}], True),
+        ("", [{"token_ids": [7, 8]}], True),
+        ("", [{"token_ids": []}, {"token_ids": [7]}], True),
+        ("", [{"token_ids": [8, 7]}], False),
+        ("", [{"token_ids": [], "finish_reason": "stop"}], False),
     ],
     ids=str,
 )
-def test_text(choices: list[dict[str, Any]], same: bool | None) -> None:
-    assert judge("ab", *choices) is same
-
-
-@pytest.mark.parametrize(
-    ("choices", "same"),
-    [
-        ([{"token_ids": [7]}], True),
-        ([{"token_ids": [7, 8]}], True),
-        ([{"token_ids": []}, {"token_ids": [7]}], True),
-        ([{"token_ids": [8, 7]}], False),
-        ([{"token_ids": [], "finish_reason": "stop"}], False),
-    ],
-    ids=str,
-)
-def test_ids(choices: list[dict[str, Any]], same: bool | None) -> None:
-    assert judge("", *choices) is same
+def test_whether_a_first_token_is_said_again(
+    text: str, choices: list[dict[str, Any]], same: bool | None
+) -> None:
+    assert judge(text, *choices) is same
 
 
 @pytest.mark.parametrize("event", [b": ping\n\n", b"data: [DONE]\n\n", b'data: {"usage":{}}\n\n'])

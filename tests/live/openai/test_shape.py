@@ -1,6 +1,7 @@
 """What routing reads out of a request: which path it takes, how many slots it needs, what is refused."""
 
 import json
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -254,14 +255,6 @@ def test_an_image_is_no_text() -> None:
     assert shape.prompt_data == 2
 
 
-def test_every_prompt_is_answered_n_times() -> None:
-    assert completion(prompt=["a", "b"], n=3).sequences == 6
-
-
-def test_best_of_is_no_more_answers() -> None:
-    assert completion(best_of=5).sequences == 1
-
-
 def test_a_chat_has_one_prompt_whatever_a_prompt_member_says() -> None:
     assert chat(prompt=["a", "b"]).sequences == 1
 
@@ -271,15 +264,41 @@ def test_an_absent_prompt_is_for_the_engine_to_refuse() -> None:
     assert (shape.model, shape.prompt_characters) == ("", 1)
 
 
-@pytest.mark.parametrize("value", [0, -1, 9, 10**6, 10**400, 1.5, 1e300, "two", False, [], {}])
-def test_a_number_of_answers_out_of_range_is_refused(value: object) -> None:
-    assert refused_param(n=value) == "n"
+EXTRA = [{"mine": 1, field: {"remote_host": "evil"}} for field in sorted(INTERNAL_FIELDS)]
+EXTRA += [{field: None} for field in sorted(INTERNAL_FIELDS)]
+REFUSED: dict[str, list[Any]] = {
+    "n": [0, -1, 9, 10**6, 10**400, 1.5, 1e300, "two", False, [], {}],
+    "priority": [2**63, -(2**63) - 1, 10**400, 1.5, "high", None, [], {}],
+    "stream": [2, -1, 0.5, "", " true", "maybe", [], {}],
+    "model": [0, True, [], {}],
+    "vllm_xargs": EXTRA,  # Internal fields cannot hide there.
+}
 
 
-@pytest.mark.parametrize(("value", "answers"), [("2", 2), (2.0, 2), (" +2.0 ", 2), (True, 1)])
-def test_a_number_of_answers_is_read_as_vllm_reads_it(value: object, answers: int) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_vllm_refuses_or_must_not_see_is_refused(name: str) -> None:
+    for value in REFUSED[name]:
+        assert refused_param(**{name: value}) == name, value
+
+
+@pytest.mark.parametrize(
+    ("members", "answers", "stream"),
+    [
+        *(({"n": value}, 2, False) for value in ("2", 2.0, " +2.0 ")),
+        *(({"stream": value}, 1, True) for value in ("True", 1.0)),
+        *(({"stream": value}, 1, False) for value in ("false", 0, "off")),
+        ({"n": True}, 1, False),
+        ({"prompt": ["a", "b"], "n": 3}, 6, False),
+        ({"best_of": 5}, 1, False),
+    ],
+    ids=str,
+)
+def test_answers_and_stream_are_read_as_vllm_reads_them(
+    members: dict[str, object], answers: int, stream: bool
+) -> None:
     """Pydantic's lax mode takes these, and so does vLLM."""
-    assert completion(n=value).sequences == answers
+    shape = completion(**members)
+    assert (shape.sequences, shape.stream) == (answers, stream)
 
 
 @pytest.mark.parametrize("limit", [2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 10**30, 10**400])
@@ -295,11 +314,6 @@ def test_the_limit_of_agents_is_bounded_too(api: Api) -> None:
     assert agents(api, **{LIMIT[api]: 10**30}).max_tokens == 2**31 - 1
 
 
-@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**400, 1.5, "high", None, [], {}])
-def test_a_priority_that_vllm_refuses_is_refused(value: object) -> None:
-    assert refused_param(priority=value) == "priority"
-
-
 def test_anthropics_messages_have_no_priority_to_refuse() -> None:
     assert shape_of(Api.MESSAGES, model="m", messages=MESSAGES, priority="high").model == "m"
 
@@ -308,30 +322,6 @@ def test_more_answers_than_allowed_are_refused_however_they_come_about() -> None
     assert refused_param(prompt=["a", "b", "c"], n=3) == "n"
     assert refused_param(prompt=["a"] * 9) == "n"
     assert completion(prompt=["a"] * 8).sequences == 8
-
-
-@pytest.mark.parametrize("value", [2, -1, 0.5, "", " true", "maybe", [], {}])
-def test_a_stream_flag_that_vllm_refuses_is_refused(value: object) -> None:
-    assert refused_param(stream=value) == "stream"
-
-
-@pytest.mark.parametrize(
-    ("value", "stream"), [("false", False), ("True", True), (0, False), (1.0, True), ("off", False)]
-)
-def test_a_stream_flag_is_read_as_vllm_reads_it(value: object, stream: bool) -> None:
-    """Pydantic's lax mode takes these, and so does vLLM."""
-    assert completion(stream=value).stream is stream
-
-
-@pytest.mark.parametrize("value", [0, True, [], {}])
-def test_a_model_that_is_no_string_is_refused(value: object) -> None:
-    assert refused_param(model=value) == "model"
-
-
-@pytest.mark.parametrize("field", sorted(INTERNAL_FIELDS))
-def test_internal_fields_cannot_hide_in_the_extra_arguments(field: str) -> None:
-    assert refused_param(vllm_xargs={"mine": 1, field: {"remote_host": "evil"}}) == "vllm_xargs"
-    assert refused_param(vllm_xargs={field: None}) == "vllm_xargs"
 
 
 @pytest.mark.parametrize("value", [None, [], "kv_transfer_params", 1])

@@ -260,23 +260,17 @@ class Site:
         return [number for number, _ in self.stranded.due(now_s)]
 
 
-def test_requests_wait_for_a_while_and_no_longer() -> None:
+@pytest.mark.parametrize("ended", [False, True])
+def test_requests_wait_for_a_while_and_no_longer(ended: bool) -> None:
+    """Those of a data-parallel group that has ended wait as long as its own setting says."""
     site = Site()
     site.add(1, LifecycleState.POOLED)
     site.missing.add(None)
+    site.ended |= {None} if ended else set()
+    wait_s, why = (3.0, "the decode group has ended") if ended else (10.0, site.why_none)
     assert site.due(100.0) == []
-    assert site.due(110.0) == []
-    assert site.due(110.1) == [1]
-
-
-def test_requests_of_a_group_that_has_ended_wait_as_long_as_its_setting_says() -> None:
-    site = Site()
-    site.add(1, LifecycleState.POOLED)
-    site.missing.add(None)
-    site.ended.add(None)
-    assert site.due(100.0) == []
-    assert site.due(103.0) == []
-    assert list(site.stranded.due(103.1)) == [(1, "the decode group has ended")]
+    assert site.due(100.0 + wait_s) == []
+    assert list(site.stranded.due(100.1 + wait_s)) == [(1, why)]
 
 
 def test_an_engine_that_comes_back_begins_the_wait_anew() -> None:

@@ -409,21 +409,24 @@ def test_streams_in_lock_step_move_the_clock_and_need_no_correction(fleet: Fleet
     assert fleet.clock.step_s == pytest.approx(0.02)
 
 
-def test_several_steps_between_two_looks_all_count(fleet: Fleet) -> None:
+@pytest.mark.parametrize(
+    ("looks", "step_s"),
+    [
+        pytest.param([(0, 0.02), (7, 0.14), (7, 0.14)], 0.02, id="several steps between two looks"),
+        pytest.param([(1, 0.02)] * 21 + [(1, 60.0)], 0.026, id="a pause of all streams"),
+        # A burst that was held up somewhere.
+        pytest.param(
+            [(1, 0.02), (100, 0.000_1)] + [(1, 0.02)] * 60, 0.02, id="a first one too short"
+        ),
+        pytest.param([(0, 0.02)] + [(1, 0.0), (1, 0.04)] * 20, 0.02, id="seen at one instant"),
+    ],
+)
+def test_how_long_a_step_is(fleet: Fleet, looks: list[tuple[int, float]], step_s: float) -> None:
     fleet.start()
-    fleet.advance()
-    fleet.emit(7)
-    assert fleet.advance(0.14).steps == 7
-    fleet.emit(7)
-    fleet.advance(0.14)
-    assert fleet.clock.step_s == pytest.approx(0.02)
-
-
-def test_a_look_without_progress_moves_nothing(fleet: Fleet) -> None:
-    fleet.start()
-    fleet.emit()
-    fleet.advance()
-    assert fleet.advance() == Advance(0, None, [])
+    for steps, after_s in looks:
+        fleet.emit(steps)
+        assert fleet.advance(after_s).steps == steps
+    assert fleet.clock.step_s == pytest.approx(step_s, rel=0.15)
 
 
 def test_a_request_that_starts_later_is_counted_from_its_start(fleet: Fleet) -> None:
@@ -464,32 +467,6 @@ def test_a_runaway_is_corrected_up(fleet: Fleet) -> None:
         assert all(request is runaway and off > 0 for request, off in advance.corrections)
         fleet.check()
     assert fleet.clock.steps == 30
-
-
-def test_a_rank_that_is_half_as_fast_is_followed(fleet: Fleet) -> None:
-    for _ in range(6):
-        fleet.start()
-    for step in range(60):
-        for place, answer in enumerate(fleet.answers.values()):
-            assert answer.rounds is not None
-            answer.rounds += 1 if place >= 3 or step % 2 else 0
-        fleet.advance()
-        fleet.check()
-
-
-def test_the_fast_half_may_leave_at_any_time(fleet: Fleet) -> None:
-    for _ in range(2):
-        fleet.start()
-    for step in range(60):
-        for place, answer in enumerate(fleet.answers.values()):
-            assert answer.rounds is not None
-            answer.rounds += 1 if place or step % 2 else 0
-        fleet.advance()
-    fleet.leave(next(reversed(fleet.answers.values())))
-    for _ in range(30):
-        fleet.emit()
-        fleet.advance()
-        fleet.check()
 
 
 @pytest.mark.parametrize("kind", ["pulled", "pumped"])
@@ -542,16 +519,24 @@ def test_answers_without_a_stream_move_by_the_time_a_step_took(fleet: Fleet) -> 
     assert silent.mirror == total
 
 
-def test_without_any_measurement_nothing_is_guessed(fleet: Fleet) -> None:
+@pytest.mark.parametrize(
+    ("told_s", "looks"),
+    [
+        (None, [(1.0, {0}), (1.0, {0}), (1.0, {0})]),  # Nothing is guessed.
+        (0.05, [(1.0, {19, 20})]),
+        (1e-12, [(0.05, {499, 500})]),  # One that lies does not make the clock race.
+        (0.02, [(86_400.0, {0}), (0.25, {12, 13})]),  # Nor does time spent suspended.
+    ],
+)
+def test_a_whole_answer_tells_the_step_time_if_nothing_else_does(
+    fleet: Fleet, told_s: float | None, looks: list[tuple[float, set[int]]]
+) -> None:
     fleet.start(None)
-    assert [fleet.advance(1.0).steps for _ in range(3)] == [0, 0, 0]
-
-
-def test_a_whole_answer_tells_the_step_time_if_nothing_else_does(fleet: Fleet) -> None:
-    fleet.start(None)
-    fleet.clock.observe_answer(0.05)
-    fleet.advance()
-    assert fleet.advance(1.0).steps in (19, 20)
+    if told_s is not None:
+        fleet.clock.observe_answer(told_s)
+        fleet.advance()
+    for after_s, steps in looks:
+        assert fleet.advance(after_s).steps in steps
 
 
 def test_a_whole_answer_tells_nothing_while_streams_do(fleet: Fleet) -> None:
@@ -582,54 +567,6 @@ def test_an_idle_fleet_is_not_a_slow_one(fleet: Fleet) -> None:
         fleet.emit()
         fleet.advance()
     assert fleet.clock.step_s == pytest.approx(0.02)
-
-
-def test_a_pause_of_all_streams_hardly_counts(fleet: Fleet) -> None:
-    fleet.start()
-    for _ in range(20):
-        fleet.emit()
-        fleet.advance()
-    fleet.emit()
-    fleet.advance(60.0)
-    assert fleet.clock.step_s < 0.03
-
-
-def test_a_first_measurement_that_was_far_too_short_is_outgrown(fleet: Fleet) -> None:
-    fleet.start()
-    fleet.emit()
-    fleet.advance()
-    fleet.emit(100)  # A burst that was held up somewhere.
-    fleet.advance(0.000_1)
-    for _ in range(60):
-        fleet.emit()
-        fleet.advance()
-    assert fleet.clock.step_s == pytest.approx(0.02, rel=0.1)
-
-
-def test_steps_that_are_seen_at_one_instant_count_as_any_others(fleet: Fleet) -> None:
-    fleet.start()
-    fleet.advance()
-    for _ in range(20):
-        fleet.emit()
-        fleet.advance(0.0)
-        fleet.emit()
-        fleet.advance(0.04)
-    assert fleet.clock.step_s == pytest.approx(0.02, rel=0.15)
-
-
-def test_an_answer_that_lies_about_its_length_does_not_make_the_clock_race(fleet: Fleet) -> None:
-    fleet.start(None)
-    fleet.clock.observe_answer(1e-12)
-    fleet.advance()
-    assert fleet.advance(0.05).steps in (499, 500)
-
-
-def test_time_spent_suspended_is_no_progress(fleet: Fleet) -> None:
-    fleet.start(None)
-    fleet.clock.observe_answer(0.02)
-    fleet.advance()
-    assert fleet.advance(86_400.0).steps == 0
-    assert fleet.advance(0.25).steps in (12, 13)
 
 
 def test_a_round_of_several_sequences_is_one_step(fleet: Fleet) -> None:

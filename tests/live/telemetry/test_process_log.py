@@ -178,6 +178,14 @@ class Disk:
         return self._write(file, part)
 
 
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A disk that is full."""
+    disk = Disk(room=0)
+    monkeypatch.setattr(os, "write", disk.write)
+    return disk
+
+
 def test_lines_reach_the_file_in_order_and_append(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"before\n")
@@ -238,11 +246,8 @@ def test_a_closed_pipe_drops_and_counts() -> None:
     assert writer.fault == "Broken pipe"
 
 
-def test_a_full_disk_drops_whole_lines_and_mends_the_one_it_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(room=13)
-    monkeypatch.setattr(os, "write", disk.write)
+def test_a_full_disk_drops_whole_lines_and_mends_the_one_it_cut(tmp_path: Path, disk: Disk) -> None:
+    disk.room = 13
     path = tmp_path / "log"
     writer = LineWriter(path)
     for number in range(5):
@@ -270,10 +275,9 @@ def test_no_line_is_joined_to_what_a_killed_process_left_of_one(tmp_path: Path) 
 
 
 def test_no_line_is_joined_to_one_of_another_process_that_a_full_disk_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, disk: Disk
 ) -> None:
-    disk = Disk(room=5)
-    monkeypatch.setattr(os, "write", disk.write)
+    disk.room = 5
     path = tmp_path / "log"
     first, second = LineWriter(path), LineWriter(path)
     first.write(b"first 1\n")
@@ -288,27 +292,30 @@ def test_no_line_is_joined_to_one_of_another_process_that_a_full_disk_cut(
     assert (first.dropped, second.dropped) == (1, 0)
 
 
-def test_a_log_that_was_emptied_goes_on_with_a_whole_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rotated", [False, True], ids=["emptied", "rotated"])
+def test_the_rest_of_a_cut_line_does_not_begin_what_follows(
+    tmp_path: Path, disk: Disk, *, rotated: bool
 ) -> None:
-    disk = Disk(room=3)
-    monkeypatch.setattr(os, "write", disk.write)
+    disk.room = 3
     path = tmp_path / "log"
     writer = LineWriter(path)
-    writer.write(b"line 1\n")
+    writer.write(b"line\n")
     disk.refused.acquire()
-    os.truncate(path, 0)
+    if rotated:
+        path.rename(tmp_path / "log.1")
+        writer.reopen()
+        disk.refused.acquire()  # The old file is offered the rest once more.
+    else:
+        os.truncate(path, 0)
     disk.room = 1000
-    writer.write(b"line 2\n")
+    writer.write(b"new\n")
     assert writer.close(timeout_s=LONG_S)
-    assert path.read_bytes() == b"line 2\n"
+    assert path.read_bytes() == b"new\n"
     assert writer.dropped == 1
 
 
-def test_a_cut_line_that_is_never_mended_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "write", Disk(room=3).write)
+def test_a_cut_line_that_is_never_mended_is_counted(tmp_path: Path, disk: Disk) -> None:
+    disk.room = 3
     writer = LineWriter(tmp_path / "log")
     writer.write(b"line\n")
     assert writer.close(timeout_s=LONG_S)
@@ -318,12 +325,12 @@ def test_a_cut_line_that_is_never_mended_is_counted(
 def test_lines_that_come_one_by_one_are_written_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = Disk(room=1 << 20)
     sizes: list[int] = []
+    write_all = os.write
 
     def write(file: int, text: memoryview) -> int:
         sizes.append(len(text))
-        return disk.write(file, text)
+        return write_all(file, text)
 
     monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(process_log, "_GATHER_S", LONG_S)
@@ -346,25 +353,6 @@ def test_after_rotation_lines_go_to_the_new_file(tmp_path: Path) -> None:
     assert writer.close(timeout_s=LONG_S)
     assert moved.read_bytes() == b"old\nstill old\n"
     assert path.read_bytes() == b"new\n"
-
-
-def test_the_rest_of_a_cut_line_does_not_begin_the_new_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(room=3)
-    monkeypatch.setattr(os, "write", disk.write)
-    path = tmp_path / "log"
-    writer = LineWriter(path)
-    writer.write(b"line\n")
-    disk.refused.acquire()
-    path.rename(tmp_path / "log.1")
-    writer.reopen()
-    disk.refused.acquire()  # The old file is offered the rest once more.
-    disk.room = 1000
-    writer.write(b"new\n")
-    assert writer.close(timeout_s=LONG_S)
-    assert path.read_bytes() == b"new\n"
-    assert writer.dropped == 1
 
 
 def test_when_the_new_file_cannot_be_opened_the_old_one_goes_on(tmp_path: Path) -> None:
@@ -436,11 +424,7 @@ def test_a_descriptor_stays_open() -> None:
     os.close(descriptor)
 
 
-def test_dropped_lines_are_told_once_a_minute_and_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(room=0)
-    monkeypatch.setattr(os, "write", disk.write)
+def test_dropped_lines_are_told_once_a_minute_and_at_the_end(tmp_path: Path, disk: Disk) -> None:
     now_s = 0.0
     told: list[str] = []
     asked = threading.Semaphore(0)
@@ -473,10 +457,8 @@ def test_dropped_lines_are_told_once_a_minute_and_at_the_end(
 
 
 def test_why_lines_were_dropped_is_told_although_the_file_takes_some_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, disk: Disk
 ) -> None:
-    disk = Disk(room=0)
-    monkeypatch.setattr(os, "write", disk.write)
     told: list[str] = []
     writer = LineWriter(tmp_path / "log", complain=told.append, clock=lambda: -1e9)
     writer.write(b"line\n")
