@@ -24,6 +24,7 @@ from balanceroute.proxy.lab.replay.requests import ReplayApi, as_sent, plan, wit
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import PolicyResult, forecast_called, run_experiment
 from balanceroute.proxy.lab.sim.plots import write_prediction_plots
+from balanceroute.proxy.lab.sim.report import figure
 from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
@@ -125,10 +126,8 @@ class Setup:
 class Live:
     """What was measured of one policy."""
 
-    figures: dict[str, Any]  # The replay's row of figures.
+    figures: dict[str, Any]  # The replay's row of figures, and what the proxy's metrics add.
     picture: list[list[int]]  # Loads by step and rank at the beginning of the steady state.
-    loop_lag_ms: float  # Mean lateness of the proxy's timers.
-    lease_lapses: int  # Prefills that were repeated because their lease ran out.
     failed: bool  # Whether a request failed.
 
     def result(self, policy: str) -> PolicyResult:
@@ -165,13 +164,9 @@ def run_live(setup: Setup, policy: str) -> Live:
     if not figures.get("steps"):
         raise SystemExit(f"{policy}: no steady state; it takes more --requests")
     lag = "balanceroute_loop_lag_seconds"
-    return Live(
-        figures,
-        picture,
-        loop_lag_ms=1e3 * samples[f"{lag}_sum"] / max(1.0, samples[f"{lag}_count"]),
-        lease_lapses=round(samples["balanceroute_lease_lapses_total"]),
-        failed=failed,
-    )
+    figures["loop_lag_ms"] = 1e3 * samples[f"{lag}_sum"] / max(1.0, samples[f"{lag}_count"])
+    figures["lease_lapses"] = round(samples["balanceroute_lease_lapses_total"])
+    return Live(figures, picture, failed)
 
 
 def replay(setup: Setup, policy: str, url: str, fleet: str, folder: Path) -> bool:
@@ -251,18 +246,16 @@ def deviation(result: PolicyResult, base: PolicyResult, name: str) -> float:
 def comparison(live: Sequence[PolicyResult], simulated: Sequence[PolicyResult]) -> str:
     """Return what was measured beside what was predicted, a policy a row."""
     names = [
-        f"{one}" for heading, *_ in FIGURES for one in (f"{heading} live", "simulated", "deviation")
+        one for heading, *_ in FIGURES for one in (f"{heading} live", "simulated", "deviation")
     ]
     lines = [table_head("policy", *right(names))]
     for measured, predicted in zip(live, simulated, strict=True):
-        cells = []
+        cells: list[str] = []
         for _, name, unit, digits in FIGURES:
-            mean, spread = unit * predicted.mean[name], unit * predicted.stderr[name]
-            off = f"{100 * deviation(measured, predicted, name):+.1f} %"
             cells += [
-                cell(unit * measured.mean[name], None, digits),
-                cell(mean, spread, digits),
-                off,
+                figure(unit * measured.mean[name], 0.0, digits),
+                figure(unit * predicted.mean[name], unit * predicted.stderr[name], digits),
+                f"{100 * deviation(measured, predicted, name):+.1f} %",
             ]
         lines.append(table_row(measured.policy, *cells))
     return "\n".join(lines)
@@ -270,14 +263,10 @@ def comparison(live: Sequence[PolicyResult], simulated: Sequence[PolicyResult]) 
 
 def particulars(lives: Mapping[str, Live], time_scale: float) -> str:
     """Return what else was measured, and how well the machine kept up, a policy a column."""
-    figures = {
-        policy: live.figures | {"loop_lag_ms": live.loop_lag_ms, "lease_lapses": live.lease_lapses}
-        for policy, live in lives.items()
-    }
     lines = [table_head("live", *right(list(lives)))]
     for label, name, unit, digits in PARTICULARS:
+        values = [one.figures[name] for one in lives.values()]
         scale = unit or 1 / time_scale
-        values = [one[name] for one in figures.values()]
         shown = ("-" if value is None else f"{scale * value:,.{digits}f}" for value in values)
         lines.append(table_row(label, *shown))
     return "\n".join(lines)
@@ -328,43 +317,33 @@ def write_report(
     rows = [
         {
             "policy": measured.policy,
-            "live": lives[measured.policy].figures
-            | {
-                "loop_lag_ms": lives[measured.policy].loop_lag_ms,
-                "lease_lapses": lives[measured.policy].lease_lapses,
-            },
+            "live": lives[measured.policy].figures,
             "simulated": predicted.mean,
             "spread": predicted.stderr,
             "deviation": {name: deviation(measured, predicted, name) for _, name, *_ in FIGURES},
         }
         for measured, predicted in zip(live, simulated, strict=True)
     ]
-    config = asdict(setup) | {"trace": str(setup.trace), "out": str(setup.out)}
-    text = json.dumps({"config": config, "results": rows}, indent=2)
+    text = json.dumps({"config": asdict(setup), "results": rows}, indent=2, default=str)
     (setup.out / "demo.json").write_text(f"{text}\n", encoding="utf-8")
 
 
 def read_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[Setup, list[str]]:
     """Return what the command line asks for, and the policies."""
     trace = Path("traces/public/mooncake_conversation.jsonl.gz")
-    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="where to write")
-    parser.add_argument("--policy", default="jsq,br-h", help="the first is what others compare to")
-    parser.add_argument("--topology", default="emulated-2p8d", help="whose engines are emulated")
-    parser.add_argument("--trace", type=Path, default=trace, help="what to replay")
-    parser.add_argument("--skip", type=int, default=5000, help="requests to pass over first")
-    parser.add_argument("--requests", type=positive, default=1500, help="requests to replay")
-    parser.add_argument("--concurrency", type=positive, default=192, help="always outstanding")
-    parser.add_argument("--time-scale", type=float, default=4.0, help="emulated per real second")
-    parser.add_argument("--prefill-us-per-token", type=float, default=5.0, help="emulated time")
-    parser.add_argument(
-        "--predictor", default="survival", help="BR-H's: none, survival, exact-match or a file"
-    )
-    parser.add_argument(
-        "--first-token", choices=("prefill", "decode"), default="decode", help="as of serve"
-    )
-    parser.add_argument(
-        "--simulations", type=positive, default=10, help="simulated runs of each policy"
-    )
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("build/demo"), help="where to write")
+    add("--policy", default="jsq,br-h", help="the first is what others compare to")
+    add("--topology", default="emulated-2p8d", help="whose engines are emulated")
+    add("--trace", type=Path, default=trace, help="what to replay")
+    add("--skip", type=int, default=5000, help="requests to pass over first")
+    add("--requests", type=positive, default=1500, help="requests to replay")
+    add("--concurrency", type=positive, default=192, help="always outstanding")
+    add("--time-scale", type=float, default=4.0, help="emulated per real second")
+    add("--prefill-us-per-token", type=float, default=5.0, help="emulated time")
+    add("--predictor", default="survival", help="BR-H's: none, survival, exact-match or a file")
+    add("--first-token", choices=("prefill", "decode"), default="decode", help="as of serve")
+    add("--simulations", type=positive, default=10, help="simulated runs of each policy")
     arguments = vars(parser.parse_args(words))
     policies = arguments.pop("policy").split(",")
     unknown = [policy for policy in policies if policy not in POLICIES]
@@ -425,12 +404,6 @@ def demo_rows(out: Path, *flags: str) -> list[dict[str, Any]]:
     return rows
 
 
-def cell(mean: float, plus_minus: float | None, digits: int) -> str:
-    """Return a mean, and by how much it may be wrong, if that is known."""
-    text = f"{mean:,.{digits}f}"
-    return text if plus_minus is None else f"{text} ±{plus_minus:,.{digits}f}"
-
-
 def live_table(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """The table of five live runs in docs/appendix/live.md, as Markdown: 22 minutes.
 
@@ -459,6 +432,6 @@ def live_table(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
                 mean, plus_minus = (
                     scale * several[0][kind][simulated] for kind in ("simulated", "spread")
                 )
-                cells.append(cell(mean, plus_minus, digits))
+                cells.append(figure(mean, plus_minus, digits))
         lines.append(table_row(*cells))
     print("\n".join(lines))

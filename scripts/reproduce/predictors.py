@@ -1,7 +1,6 @@
 """What predictors of output lengths are worth: to BR-H in the simulator, and by themselves."""
 
 import argparse
-import json
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -11,14 +10,13 @@ from itertools import accumulate
 from math import floor, log2
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from tests.support.arguments import positive
 
 from balanceroute.predictors.evaluation import Replay, cut_in_time, judge
 from balanceroute.predictors.kinds import KINDS, train
 from balanceroute.predictors.past import past_requests
-from balanceroute.proxy.cli.judgement_report import as_json, gain_cell, number_cell
+from balanceroute.proxy.cli.judgement_report import gain_cell, number_cell
 from balanceroute.proxy.core.policies import POLICIES, PolicySettings
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, run_experiment
@@ -187,12 +185,10 @@ def predictors(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """
     parser.add_argument("--only", default="", metavar="WORDS", help="scenarios with these words")
     parser.add_argument("--jobs", type=positive, default=2, metavar="N", help="processes")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write every segment's figures")
     arguments = parser.parse_args(words)
     chosen = [i for i, one in enumerate(SCENARIOS) if arguments.only in one.name]
     if not chosen:
         parser.error(f"--only: of {'; '.join(one.name for one in SCENARIOS)}")
-    everything: dict[str, dict[str, list[dict[str, float]]]] = {}
     with ProcessPoolExecutor(arguments.jobs) as pool:
         pending = {
             i: {
@@ -204,14 +200,10 @@ def predictors(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         for i, runs_of in pending.items():
             figures = {predictor: list(runs) for predictor, runs in runs_of.items()}
             report(SCENARIOS[i], figures)
-            everything[SCENARIOS[i].name] = figures
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(everything, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-JUDGED = (AZURE_CONV, AZURE_CODE, MOONCAKE)
-BASELINE = "survival"
+BASELINE, HORIZON = "survival", 40
 # Of a row behind trace and predictor: scores, and by how much they are better than the baseline's. Digits.
 SCORES = {"auc": 3, "brier": 4, "ece": 3, "mae": 2}
 GAINED = {"auc": 4, "brier": 4, "mae": 2}
@@ -221,45 +213,25 @@ COLUMNS = (
 )
 
 
-def judged(
-    trace: Path, kinds: Sequence[str], arguments: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Train the kinds on the first half of a trace and print how good they are; return rows of JSON's types."""
-    horizon: int = arguments.horizon
-    cut = cut_in_time(past_requests(read_trace(trace)[: arguments.requests]), 0.5)
-    replay = Replay(cut.after, horizon_steps=horizon, from_s=cut.at_s)
-    trained = {kind: train(kind, cut.before, horizon_steps=horizon) for kind in kinds}
-    judgements = judge(replay, trained, baseline=BASELINE, learn=not arguments.frozen)
-    for kind, judgement in judgements.items():
-        cells = [number_cell(getattr(judgement.scores, name), n) for name, n in SCORES.items()]
-        gains = (
-            "" if kind == BASELINE else gain_cell(judgement.gains[name], n)
-            for name, n in GAINED.items()
-        )
-        print(table_row(f"`{trace.name}`", f"`{kind}`", *cells, *gains), flush=True)
-    sizes = {"train_requests": len(cut.before), "judged_requests": len(cut.after)}
-    rows = as_json(replay.rows, judgements, baseline=BASELINE)
-    return [{"trace": trace.name} | sizes | row for row in rows]
-
-
-def predictor_table(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+def predictor_table(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Judge each kind of predictor on each public trace: the counterpart of the paper's Table 3.
 
     Each is trained on the requests that had ended when half of a trace had arrived, and judged on the
     rest. The table is Markdown; differences to survival are told with their standard errors.
     """
-    parser.add_argument("--trace", type=Path, action="append", metavar="FILE")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument(
         "--requests", type=positive, metavar="N", help="only the first N of each trace"
     )
-    parser.add_argument("--horizon", type=int, default=40, metavar="H")
-    parser.add_argument("--frozen", action="store_true", help="nobody learns in the second half")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args(words)
-    kinds = [BASELINE, *(kind for kind in arguments.kinds if kind != BASELINE)]
     print(table_head(*COLUMNS))
-    rows = [row for trace in arguments.trace or JUDGED for row in judged(trace, kinds, arguments)]
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n", "utf-8")
-    return 0
+    for trace in (AZURE_CONV, AZURE_CODE, MOONCAKE):
+        cut = cut_in_time(past_requests(read_trace(trace)[: arguments.requests]), 0.5)
+        replay = Replay(cut.after, horizon_steps=HORIZON, from_s=cut.at_s)
+        trained = {kind: train(kind, cut.before, horizon_steps=HORIZON) for kind in KINDS}
+        for kind, judgement in judge(replay, trained, baseline=BASELINE).items():
+            cells = [number_cell(getattr(judgement.scores, name), n) for name, n in SCORES.items()]
+            gains = (
+                "" if kind == BASELINE else gain_cell(judgement.gains[name], n)
+                for name, n in GAINED.items()
+            )
+            print(table_row(f"`{trace.name}`", f"`{kind}`", *cells, *gains), flush=True)

@@ -247,7 +247,7 @@ async def send(setup: Setup, proxy: ProxyProcess) -> Run:
     samples = {name: one.samples for name, one in zip(WEIGHTS, results, strict=True)}
     tokens = [
         Held(
-            name, one.output_tokens, (one.first_ns - start_ns) / 1e9, (one.last_ns - start_ns) / 1e9
+            name, one.output_tokens, *((at - start_ns) / 1e9 for at in (one.first_ns, one.last_ns))
         )
         for name, sent in samples.items()
         for one in sent
@@ -259,13 +259,8 @@ async def send(setup: Setup, proxy: ProxyProcess) -> Run:
 def run_live(setup: Setup) -> Run:
     """Start engines and proxy, send, and end them."""
     tenants = setup.out / "tenants.toml"
-    tenants.write_text(
-        "".join(
-            _table(name, {"weight": weight, "queue_limit": QUEUE_LIMIT})
-            for name, weight in WEIGHTS.items()
-        ),
-        encoding="utf-8",
-    )
+    told = (_table(name, {"weight": n, "queue_limit": QUEUE_LIMIT}) for name, n in WEIGHTS.items())
+    tenants.write_text("".join(told), encoding="utf-8")
     engines = f"--prefillers {PREFILLERS} --ranks {RANKS} --batch {BATCH} "
     engines += f"--step-base-ms {setup.step_ms}"
     flags = f"--batch {BATCH} --fair-queue kv-token-seconds --aimd post5 "
@@ -315,9 +310,9 @@ def qos(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         f"the first {SETTLING * setup.phase_s:g} s of a phase. Refused: 429 and 503 with "
         "Retry-After.\n" + "\n".join(found or ["As it must be."])
     )
-    told = asdict(setup) | {"out": str(setup.out)}
-    report = {"config": told, "rows": [asdict(row) for row in rows], "failures": found}
-    (setup.out / "qos.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = {"config": asdict(setup), "rows": [asdict(row) for row in rows], "failures": found}
+    text = json.dumps(report, indent=2, default=str)
+    (setup.out / "qos.json").write_text(f"{text}\n", encoding="utf-8")
     return 1 if found else 0
 
 
