@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
-from itertools import count, cycle, islice
+from itertools import count, cycle, islice, product
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tests.support.arguments import positive
@@ -75,12 +75,6 @@ class Asked:
     first_ns: int | None = None  # When its first token came.
     ended_ns: int | None = None  # When its last one came.
     began: bool = False  # Whether it started.
-
-    @property
-    def is_in_time(self) -> bool:
-        """Whether its first token came by its deadline."""
-        due_ns = self.ticket.deadline_ns
-        return self.first_ns is not None and (due_ns is None or self.first_ns <= due_ns)
 
 
 class Engine:
@@ -297,68 +291,46 @@ def print_controllers(seed: int) -> None:
         print(table_row(name, caps, f"{one.p99_s:.1f} s", f"{one.tokens_per_s:.0f} tok/s"))
 
 
-@dataclass(frozen=True, slots=True)
-class Class:
-    """A class of requests: its share, its level, the time to its first token, and its answer."""
-
-    name: str
-    share: float
-    level: int
-    deadline_s: float
-    output_tokens: int
-
-
+# Of requests: their class, its share, its level, the seconds to its first token, and its answer.
 CLASSES = (
-    Class("real-time", 0.6, -2, 1.0, 16),
-    Class("free, short", 0.3, -1, 2.0, 16),
-    Class("long", 0.1, 0, 7.0, 205),
+    ("real-time", 0.6, -2, 1.0, 16),
+    ("free, short", 0.3, -1, 2.0, 16),
+    ("long", 0.1, 0, 7.0, 205),
 )
 ORDERS = ("fcfs", "edf", "abs", "ml")
 # One engine with 16 sequences does some six of these a second.
-DEADLINE_SETUP = Setup(workers=1, batch=16, queues=((PAYING, UNLIMITED),))
 CAPACITY_PER_S = 6.0
 LOADS = (0.9, 1.3, 2.0)
 
 
-def hurried(setup: Setup, rate: float, seed: int) -> World:
-    """Run requests of all classes, each with its deadline."""
-    world = World(setup)
+def in_time(order: str, rate: float, seed: int) -> dict[str, float]:
+    """Return the share of each class whose first token comes by its deadline."""
+    world = World(Setup(order=order, workers=1, batch=16, queues=((PAYING, UNLIMITED),)))
     draw, time_s = random.Random(f"deadlines/{seed}"), 0.0
     for _ in range(1000):
         time_s += draw.expovariate(rate)
-        kind = draw.choices(CLASSES, [kind.share for kind in CLASSES])[0]
+        name, _, level, due_s, answer = draw.choices(CLASSES, [one[1] for one in CLASSES])[0]
         arrived_ns = round(time_s * S)
-        ticket = Ticket(
-            PROMPT_TOKENS,
-            # One tenant for the queue: the order is what is compared.
-            tenant=PAYING,
-            model=kind.name,
-            level=kind.level,
-            deadline_ns=arrived_ns + round(kind.deadline_s * S),
-        )
-        world.loop.call_at(arrived_ns, partial(world.arrive, ticket, kind.output_tokens))
+        due_ns = arrived_ns + round(due_s * S)
+        # One tenant for the queue: the order is what is compared.
+        ticket = Ticket(PROMPT_TOKENS, tenant=PAYING, model=name, level=level, deadline_ns=due_ns)
+        world.loop.call_at(arrived_ns, partial(world.arrive, ticket, answer))
     world.run()
-    return world
-
-
-def in_time(order: str, rate: float, seed: int) -> dict[str, float]:
-    """Return the share of each class whose first token comes by its deadline."""
-    world = hurried(replace(DEADLINE_SETUP, order=order), rate, seed)
-    sent, met = Counter[str](), Counter[str]()
+    kept: dict[str, list[bool]] = {name: [] for name, *_ in CLASSES}
     for one in world.requests.values():
-        sent[one.ticket.model] += 1
-        met[one.ticket.model] += one.is_in_time
-    return {kind.name: met[kind.name] / sent[kind.name] for kind in CLASSES}
+        due_ns = one.ticket.deadline_ns or 0
+        kept[one.ticket.model].append(one.first_ns is not None and one.first_ns <= due_ns)
+    return {name: fmean(some) for name, some in kept.items()}
 
 
 def print_deadlines(seeds: int) -> None:
     """Print how many of each class come in time, by order and load."""
-    print(table_head("order", "load", *(kind.name for kind in CLASSES)))
-    for load in LOADS:
-        for order in ORDERS:
-            runs = [in_time(order, load * CAPACITY_PER_S, seed) for seed in range(seeds)]
-            shares = [100 * np.mean([run[kind.name] for run in runs]) for kind in CLASSES]
-            print(table_row(f"`{order}`", f"{load:g}", *(f"{one:.0f} %" for one in shares)))
+    names = [name for name, *_ in CLASSES]
+    print(table_head("order", "load", *names))
+    for load, order in product(LOADS, ORDERS):
+        runs = [in_time(order, load * CAPACITY_PER_S, seed) for seed in range(seeds)]
+        shares = (f"{100 * fmean(run[name] for run in runs):.0f} %" for name in names)
+        print(table_row(f"`{order}`", f"{load:g}", *shares))
 
 
 def overload(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
@@ -437,39 +409,29 @@ SETTINGS = {
 class Rule:
     """What the proxy lets in."""
 
-    # Of the deployment, for the target of the first token in ns.
-    change: Callable[[SimulatedDeployment, int], SimulatedDeployment]
+    # Of the deployment, for its slots a rank and the target of the first token in ns.
+    changes: Callable[[int, int], dict[str, Any]] = lambda _, __: {}
     predictor: str = PREDICTOR  # A name of `FORECASTS`.
     deadlines: bool = True  # Whether requests have the target as their deadline.
 
 
-def with_aimd(deployment: SimulatedDeployment, target_ns: int) -> SimulatedDeployment:
-    """Limit the requests in flight; there are fewer slots than the default limits are made for."""
-    batch = deployment.batch_limit
-    aimd = AimdSettings(target_ns=target_ns, cap_min=batch // 4, cap_initial=batch)
-    return replace(deployment, aimd=aimd, queue_ttl_ns=target_ns // 2)
+def _aimd(slots: int, target_ns: int) -> dict[str, Any]:
+    # There are fewer slots than the default limits are made for.
+    aimd = AimdSettings(target_ns=target_ns, cap_min=slots // 4, cap_initial=slots)
+    return {"aimd": aimd, "queue_ttl_ns": target_ns // 2}
 
 
-def with_srpt(deployment: SimulatedDeployment, _: int) -> SimulatedDeployment:
-    """Put the least work first."""
-    return replace(deployment, queue_order="srpt")
-
-
-def with_early(deployment: SimulatedDeployment, target_ns: int) -> SimulatedDeployment:
-    """Refuse early, too."""
-    return replace(
-        with_srpt(deployment, target_ns),
-        admission=lambda: EarlyRefusal(BoundedQueue(UNLIMITED)),
-        expects_first_tokens=True,
-    )
-
-
+SRPT: dict[str, Any] = {"queue_order": "srpt"}
+EARLY = SRPT | {
+    "admission": lambda: EarlyRefusal(BoundedQueue(UNLIMITED)),
+    "expects_first_tokens": True,
+}
 RULES = {
-    "none": Rule(lambda deployment, _: deployment, deadlines=False),
-    "aimd": Rule(with_aimd, deadlines=False),
-    "srpt": Rule(with_srpt),
-    "srpt, early": Rule(with_early),
-    "clairvoyant": Rule(with_srpt, "oracle"),
+    "none": Rule(deadlines=False),
+    "aimd": Rule(_aimd, deadlines=False),
+    "srpt": Rule(lambda _, __: SRPT),
+    "srpt, early": Rule(lambda _, __: EARLY),
+    "clairvoyant": Rule(lambda _, __: SRPT, "oracle"),
 }
 
 
@@ -479,24 +441,16 @@ def capacity_of(setting: Setting, workload: Workload) -> float:
     return tokens_per_s / fmean(request.output_tokens for request in workload.requests)
 
 
-def arriving(requests: Sequence[TraceRequest], rate: float, seed: int) -> list[TraceRequest]:
-    """Return the requests with Poisson arrivals."""
-    draw, time_s, found = random.Random(seed), 0.0, []
-    for request in requests:
-        time_s += draw.expovariate(rate)
-        found.append(replace(request, arrival_ns=round(time_s * S)))
-    return found
-
-
 def goodput_of(setting: Setting, rule: Rule, workload: Workload, rate: float, seed: int) -> float:
     """Return the share of good requests among those that arrive once the ranks are full."""
     target_ns = round(setting.targets.ttft_s * S)
-    requests = [
-        replace(one, deadline_ns=target_ns if rule.deadlines else None)
-        for one in arriving(workload.requests, rate, seed)
-    ]
+    due_ns = target_ns if rule.deadlines else None
+    draw, time_s, requests = random.Random(seed), 0.0, list[TraceRequest]()
+    for one in workload.requests:
+        time_s += draw.expovariate(rate)
+        requests.append(replace(one, arrival_ns=round(time_s * S), deadline_ns=due_ns))
     service = ServiceLog(requests)
-    deployment = rule.change(setting.deployment, target_ns)
+    deployment = replace(setting.deployment, **rule.changes(setting.batch, target_ns))
     played(deployment, Workload(requests, workload.history), rule.predictor, service)
     (figures,) = service.figures(setting.targets).values()
     assert figures.goodput is not None, "no request arrived in the measured time"
