@@ -160,7 +160,7 @@ class Connection(asyncio.Protocol):
 async def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     loop = asyncio.get_running_loop()
     load = Load(arguments)
-    begin, cpu_s = time.monotonic(), time.process_time()
+    begin = time.monotonic()
     failed = 0
 
     async def connect(number: int) -> None:
@@ -177,7 +177,6 @@ async def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     await load.done
     return {
         "seconds": time.monotonic() - begin,
-        "cpu_s": time.process_time() - cpu_s,
         "events": load.events,
         "requests": arguments.requests - load.left,
         "errors": load.errors + failed,

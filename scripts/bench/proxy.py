@@ -21,7 +21,6 @@ from bench.targets import (
     KNOWN,
     OURS,
     ROOT,
-    Engine,
     Target,
     balanceroute,
     checkout,
@@ -77,31 +76,27 @@ def loads(*, quick: bool) -> list[Load]:
     ]
 
 
-def measure(load: Load, target: Target, engine: Engine) -> dict[str, Any]:
+def measure(load: Load, target: Target) -> dict[str, Any]:
     """Send one load to one target; return its figures."""
-    processes = {"engine": engine.process}
-    if target.process is not None:
-        processes["proxy"] = target.process
-    before_s = {name: cpu_s(one.pid) for name, one in processes.items()}
+    pid = target.pid
+    before_s = 0.0 if pid is None else cpu_s(pid)
     client = [sys.executable, str(ROOT / "scripts" / "bench" / "client.py")]
     client += ["--port", str(target.port), *map(str, target.others), *load.flags]
     result = subprocess.run(client, capture_output=True, text=True, check=True, timeout=_CLIENT_S)
     figures = json.loads(result.stdout)
-    spent_s = {name: cpu_s(one.pid) - before_s[name] for name, one in processes.items()}
-    spent_s["client"] = figures["cpu_s"]
     row = {
         "load": load.name,
         "target": target.name,
         "errors": figures["errors"],
         "p50_us": figures[load.latency]["p50"],
         "p99_us": figures[load.latency]["p99"],
-        "first_p50_us": figures["first_us"]["p50"],
         "events_per_s": figures["events"] / figures["seconds"],
     }
-    for name, seconds in spent_s.items():
-        row[f"{name}_us"] = seconds / figures[load.unit] * 1e6
-    if target.process is not None:
-        row["rss_mb"] = rss_mb(target.process)
+    if pid is not None:
+        row |= {
+            "proxy_us": (cpu_s(pid) - before_s) / figures[load.unit] * 1e6,
+            "rss_mb": rss_mb(pid),
+        }
     return row
 
 
@@ -109,8 +104,8 @@ def measure(load: Load, target: Target, engine: Engine) -> dict[str, Any]:
 
 Rows = list[dict[str, Any]]
 _HEADINGS = (
-    *("proxy CPU µs", "balanceroute / this", "engine CPU µs", "client CPU µs", "p50 ms", "p99 ms"),
-    *("balanceroute / this", "events/s", "of direct", "RSS MB", "errors"),
+    *("proxy CPU µs", "balanceroute / this", "p50 ms", "p99 ms", "balanceroute / this"),
+    *("events/s", "of direct", "RSS MB", "errors"),
 )
 
 
@@ -140,8 +135,6 @@ def _cells(rows: Rows, load: Load, name: str) -> list[str]:
     return [
         _median(mine, "proxy_us", 1),
         _ratios(rows, "proxy_us", OURS, name) if other else "",
-        _median(mine, "engine_us", 1),
-        _median(mine, "client_us", 1),
         _median(mine, "p50_us", 2, 1e-3),
         _median(mine, "p99_us", 2, 1e-3),
         _ratios(rows, "p99_us", OURS, name) if other else "",
@@ -173,7 +166,7 @@ def proxy(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
     All run against the same engine, in turns within one run, and every event is checked on its way. CPU
     time is the process's own and its children's; ratios are taken within a turn, so that what else the
-    machine does hits both alike. Every proxy logs to a file, as its users let it. vllm-router and smg are
+    machine does hits both alike. Every proxy logs to a file, as its users let it. vllm-router is
     installed into build/bench-venv on first use.
     """
     _add_flags(parser)
@@ -206,7 +199,7 @@ def proxy(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
                 found.append(run(balanceroute(name, more, behind, logs / str(number))))
             urls = [behind.prefill_url], behind.decode_urls
             found += [run(started(one, *urls, logs / one.name)) for one in routers]
-        rows = _run(plan, [*found, behind.direct], behind, repeats)
+        rows = _run(plan, [*found, behind.direct], repeats)
     report(rows, plan, policy=arguments.policy, ranks=arguments.ranks, slots=arguments.slots)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
@@ -257,15 +250,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(
-    plan: list[Load], all_targets: list[Target], behind: Engine, repeats: int
-) -> list[dict[str, Any]]:
+def _run(plan: list[Load], all_targets: list[Target], repeats: int) -> Rows:
     """Send every load to every target, in turns; return the figures."""
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     for turn in range(repeats):
         for load in plan:
             shift = turn % len(all_targets)
             for target in all_targets[shift:] + all_targets[:shift]:
                 print(f"turn {turn}: {load.name}, {target.name}", file=sys.stderr, flush=True)
-                rows.append({"turn": turn} | measure(load, target, behind))
+                rows.append({"turn": turn} | measure(load, target))
     return rows

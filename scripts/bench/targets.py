@@ -81,9 +81,9 @@ def cpu_s(pid: int) -> float:
     return ticks * _TICK_S
 
 
-def rss_mb(process: Process) -> float:
+def rss_mb(pid: int) -> float:
     """Return the resident memory of a process and its children, in MB."""
-    pages = (Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in family(process.pid))
+    pages = (Path(f"/proc/{one}/statm").read_text().split()[1] for one in family(pid))
     return sum(map(int, pages)) * resource.getpagesize() / 2**20
 
 
@@ -107,7 +107,7 @@ class Target:
 
     name: str  # For the table.
     port: int  # Where it listens.
-    process: Process | None  # None for the engine itself.
+    pid: int | None  # Of its process; None for the engine itself.
     others: tuple[int, ...] = ()  # Ports that have equal shares of the load with the first.
 
 
@@ -117,7 +117,6 @@ class Engine:
 
     prefill: int  # The prefiller's port.
     decode: tuple[int, ...]  # A port of each rank.
-    process: Process  # All of them.
 
     @property
     def prefill_url(self) -> str:
@@ -157,13 +156,6 @@ KNOWN = {
         "--log-level info",
         "vllm-router==0.1.17",
     ),
-    # It adds no parameters for NIXL here: over HTTP it learns an engine's connector from Kubernetes.
-    "smg": Router(
-        "smg",
-        "smg launch --pd-disaggregation --host 127.0.0.1 --port {port} '--prefill {prefill} none' "
-        "--decode={decode} --policy round_robin --prometheus-port {metrics_port} --log-level info",
-        "smg==1.13.0",
-    ),
 }
 
 
@@ -198,7 +190,7 @@ def engine(step_ms: float, *, ranks: int = 1, slots: int | None = None) -> Itera
     with ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
         assert process.stdout is not None
         prefill, *decode = map(int, process.stdout.readline().split())
-        yield Engine(prefill, tuple(decode), process)
+        yield Engine(prefill, tuple(decode))
 
 
 @contextmanager
@@ -216,7 +208,7 @@ def balanceroute(
         said = process.stdout.readline()
         if not said:
             raise SystemExit(f"{name} does not start: it says why above")
-        yield Target(name, int(said.rsplit(":", 1)[1]), process)
+        yield Target(name, int(said.rsplit(":", 1)[1]), process.pid)
 
 
 @contextmanager
@@ -243,7 +235,7 @@ def started(
     ):
         body = json.dumps({"model": model, "prompt": "t", "max_tokens": 1}).encode()
         wait_until_it_answers(f"{_url(port)}/v1/completions", body)
-        yield Target(one.name, port, process)
+        yield Target(one.name, port, process.pid)
 
 
 def installed(one: Router) -> Path:

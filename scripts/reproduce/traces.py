@@ -134,11 +134,10 @@ KEPT = 24_000
 SEED = 13
 
 Lengths = tuple[NDArray[np.int64], NDArray[np.float64]]
-"""Lengths, and the cumulated probability of each."""
+"""Lengths, and the cumulated probability of each; none if the client sent nothing then."""
 
 
-def lengths_of(text: str) -> Lengths:
-    """Return a distribution of ServeGen; no lengths if the client sent nothing then."""
+def _lengths(text: str) -> Lengths:
     # ServeGen writes a Python dictionary in a JSON string.
     shares: dict[int, float] = ast.literal_eval(text)
     lengths = np.array(sorted(shares), np.int64)
@@ -146,22 +145,13 @@ def lengths_of(text: str) -> Lengths:
     return lengths, cumulated / cumulated[-1:]
 
 
-def draw(known: Lengths, number: int, rng: np.random.Generator) -> list[int]:
-    """Return `number` lengths, each at least 1."""
-    lengths, cumulated = known
-    drawn: list[int] = np.maximum(
-        lengths[np.searchsorted(cumulated, rng.random(number))], 1
-    ).tolist()
-    return drawn
-
-
 def of_client(directory: Path, client: int, rng: np.random.Generator) -> list[TraceRequest]:
     """Return the requests of one client, by arrival."""
     distributions = json.loads((directory / f"chunk-{client}-dataset.json").read_text("utf-8"))
-    by_start = {
-        int(start_s): (lengths_of(fields["input_tokens"]), lengths_of(fields["output_tokens"]))
-        for start_s, fields in distributions.items()
-    }
+    by_start = [
+        (int(start_s), [_lengths(fields[name]) for name in ("input_tokens", "output_tokens")])
+        for start_s, fields in sorted(distributions.items(), key=lambda one: int(one[0]))
+    ]
     requests: list[TraceRequest] = []
     with (directory / f"chunk-{client}-trace.csv").open(encoding="utf-8", newline="") as file:
         for start, rate, _, pattern, shape, scale in csv.reader(file):
@@ -169,7 +159,7 @@ def of_client(directory: Path, client: int, rng: np.random.Generator) -> list[Tr
             # The latest distributions in which the client sent anything.
             known = [
                 pair
-                for begin_s, pair in sorted(by_start.items())
+                for begin_s, pair in by_start
                 if begin_s <= start_s and all(len(lengths) for lengths, _ in pair)
             ]
             if not pattern or not known:
@@ -181,7 +171,12 @@ def of_client(directory: Path, client: int, rng: np.random.Generator) -> list[Tr
                 gaps = float(scale) * rng.weibull(float(shape), number)
             # Stretched, the last one would come as the window ends: ServeGen leaves it out.
             times_s = start_s + np.cumsum(gaps)[:-1] * (WINDOW_S / gaps.sum())
-            prompts, outputs = (draw(lengths, len(times_s), rng) for lengths in known[-1])
+            prompts, outputs = (
+                np.maximum(
+                    lengths[np.searchsorted(cumulated, rng.random(len(times_s)))], 1
+                ).tolist()
+                for lengths, cumulated in known[-1]
+            )
             requests += [
                 TraceRequest(round(1e9 * time_s), prompt, output, (client,))
                 for time_s, prompt, output in zip(times_s.tolist(), prompts, outputs, strict=True)
@@ -189,8 +184,7 @@ def of_client(directory: Path, client: int, rng: np.random.Generator) -> list[Tr
     return requests
 
 
-def answers_are_long(requests: list[TraceRequest]) -> bool:
-    """Return whether a client's mean output is `LEAST_RATIO` times its mean prompt."""
+def _answers_are_long(requests: list[TraceRequest]) -> bool:
     prompt = fmean(request.prompt_tokens for request in requests)
     return fmean(request.output_tokens for request in requests) >= LEAST_RATIO * prompt
 
@@ -225,7 +219,7 @@ def servegen_trace(parser: argparse.ArgumentParser, words: Sequence[str]) -> int
         parser.error(f"{directory} holds no client")
     rng = np.random.default_rng(SEED)
     by_client = [requests for client in clients if (requests := of_client(directory, client, rng))]
-    chosen = [one for one in by_client if answers_are_long(one)]
+    chosen = [one for one in by_client if _answers_are_long(one)]
     requests = [request for one in chosen for request in one]
     kept = (rng.random(len(requests)) < KEPT / len(requests)).tolist()
     requests = [request for request, keep in zip(requests, kept, strict=True) if keep]
