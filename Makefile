@@ -18,7 +18,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/build/native
 test test-all test-without-native: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := check
-.PHONY: check install native check-native lint types test test-all test-without-native test-vllm test-deploy kube demo qos simulate bench docs constraints fmt clean help
+.PHONY: check install native check-native lint types test test-all test-without-native test-vllm test-vllm-all test-deploy kube demo qos simulate bench docs constraints fmt clean help
 
 check: lint types test ## lint, types and tests (the default)
 
@@ -79,9 +79,13 @@ test-all: $(NATIVE) ## all cases: every policy, and both event loops (about twic
 test-without-native: $(INSTALLED) ## those that stream through real processes again, in Python alone
 	@TEST_NATIVE=off $(PYTEST) $(STREAMING)
 
-test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (10 to 20 minutes, and 6 GB once)
+test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (10 to 20 minutes alone, and 6 GB once)
 	@$(BIN)/python scripts/checks engines
 	@BALANCEROUTE_VLLM_PYTHON=build/vllm-venv/bin/python $(BIN)/pytest -m slow tests/topologies
+
+test-vllm-all: $(INSTALLED) ## each connector's engines are asked all, those of vLLM 0.33 too (twice as long)
+	@$(BIN)/python scripts/checks engines --all
+	@$(BIN)/python scripts/checks engines --all --vllm 0.33.0 --connector nixl
 
 test-deploy: $(INSTALLED) ## the Helm chart and kustomizations against Kubernetes' schemas (needs go and kubectl; 3 minutes once)
 	@GOBIN=$(CURDIR)/build/bin go install helm.sh/helm/v3/cmd/helm@v3.19.0

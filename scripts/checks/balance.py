@@ -15,12 +15,12 @@ import itertools
 import json
 import os
 import random
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,17 @@ from balanceroute.proxy.lab.validate.traces import read_traces, timeline_of
 from balanceroute.traces import TraceRequest, write_native
 from bench.targets import KNOWN as ROUTERS
 from bench.targets import started
-from checks.fleet import VLLM, Engine, Fleet, Order, free_port, prepare, running, told_by
+from checks.fleet import (
+    VLLM,
+    Engine,
+    Fleet,
+    Order,
+    free_port,
+    nixl_order,
+    prepare,
+    running,
+    told_by,
+)
 from experiment import MOONCAKE, ROOT, requests_of, right, table_head, table_row
 
 if TYPE_CHECKING:
@@ -301,27 +311,17 @@ def orders(steps: Path) -> list[Order]:
     common += [f"--max-num-batched-tokens={CONTEXT}", "--enable-prompt-tokens-details"]
     group = [f"--max-num-seqs={SLOTS}", f"--data-parallel-size={RANKS}"]
     group += [f"--data-parallel-rpc-port={free_port()}", "--data-parallel-address=127.0.0.1"]
-    shim = {"BALANCEROUTE_CPU_SHIM": "moe-dp,nixl,fork,hidden-lengths,thread-times"}
-    shim |= {"BALANCEROUTE_STEP_TRACE": str(steps)}
-    # A data-parallel rank adds its number to the port.
-    port = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-    of_ranks = {port: str(free_port(RANKS))}
-
-    def order(name: str, role: str, flags: Sequence[str], environment: dict[str, str]) -> Order:
-        transfer = {
-            "kv_connector": "NixlConnector",
-            "kv_buffer_device": "cpu",
-            "kv_role": role,
-            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
-        }
-        return Order(name, "attention-moe", json.dumps(transfer), [*common, *flags], environment)
-
-    prefiller = {"BALANCEROUTE_CPU_SHIM": "nixl,fork,hidden-lengths", port: str(free_port())}
+    order = partial(nixl_order, model="attention-moe", lease_s=LEASE_S)
+    shim = "nixl,fork,hidden-lengths"
     return [
-        order("prefill-0", "kv_producer", ["--max-num-seqs=64"], prefiller),
+        order("prefill-0", role="kv_producer", flags=[*common, "--max-num-seqs=64"], shim=shim),
         *(
             order(
-                f"decode-{i}", "kv_consumer", [*group, f"--data-parallel-rank={i}"], shim | of_ranks
+                f"decode-{i}",
+                role="kv_consumer",
+                flags=[*common, *group, f"--data-parallel-rank={i}"],
+                shim=f"{shim},moe-dp,thread-times",
+                variables={"BALANCEROUTE_STEP_TRACE": str(steps)},
             )
             for i in range(RANKS)
         ),
@@ -391,12 +391,9 @@ def simulate(
         names = {policy: RULES.get(policy, policy).replace("_", "-") for policy in sent}
         trace = folder / f"{first}.jsonl"
         workload.write_trace(trace, first, int(median(sent.values())))
-        words = (
-            f"simulate --trace {trace} --concurrency {OUTSTANDING} --ranks {RANKS} --batch {SLOTS}"
-        )
-        words += (
-            f" --step-base-ms {1e3 * line.base_s:.4f} --step-us-per-token {1e6 * line.token_s:.4f}"
-        )
+        words = f"simulate --trace {trace} --concurrency {OUTSTANDING} --ranks {RANKS}"
+        words += f" --batch {SLOTS} --step-base-ms {1e3 * line.base_s:.4f}"
+        words += f" --step-us-per-token {1e6 * line.token_s:.4f}"
         words += f" --policy {','.join(sorted(set(names.values())))}"
         report = told_by(*words.split(), into=folder / f"{first}.json")
         rows = {row["policy"]: row for row in report["results"]}
@@ -428,39 +425,28 @@ def table_of(found: Sequence[Run], told: dict[str, list[dict[str, float]]], line
         own = [one for one in found if one.policy == policy]
         steps = [one.steps for one in own]
         pairs = [(one.steps, bases[one.first]) for one in own if one.first in bases]
+
+        def gains(name: str, pairs: Sequence[tuple[Steps, Steps]] = pairs) -> list[float]:
+            made = [[one.tokens_per_s(getattr(one, name)) for one in pair] for pair in pairs]
+            return [ours / theirs for ours, theirs in made]
+
+        shares = (
+            [one.idle for one in steps],
+            [row["idle_fraction"] for row in rows],
+            [one.processor_idle for one in steps],
+            [one.of_perfect(line) for one in steps],
+            [one.empty for one in steps],
+        )
+        bound = [row for row in rows if row["first"] in simulated]
+        outputs = [row["output_tokens_per_s"] / simulated[int(row["first"])] for row in bound]
         lines.append(
             table_row(
                 policy,
                 len(own),
                 f"{sum(len(one.loads) for one in steps):,}",
-                middle([100 * one.idle for one in steps], 1),
-                middle([100 * row["idle_fraction"] for row in rows], 1),
-                middle([100 * one.processor_idle for one in steps], 1),
-                middle([100 * one.of_perfect(line) for one in steps], 1),
-                middle([100 * one.empty for one in steps], 1),
+                *(middle([100 * one for one in share], 1) for share in shares),
                 middle([refill_steps(one) for one in own], 1),
-                middle(
-                    [
-                        one.tokens_per_s(one.processor_s) / base.tokens_per_s(base.processor_s)
-                        for one, base in pairs
-                    ],
-                    2,
-                ),
-                middle(
-                    [
-                        row["output_tokens_per_s"] / simulated[int(row["first"])]
-                        for row in rows
-                        if row["first"] in simulated
-                    ],
-                    2,
-                ),
-                middle(
-                    [
-                        one.tokens_per_s(one.wall_s) / base.tokens_per_s(base.wall_s)
-                        for one, base in pairs
-                    ],
-                    2,
-                ),
+                *(middle(one, 2) for one in (gains("processor_s"), outputs, gains("wall_s"))),
                 f"{sum(one.outcome.whole for one in own)}, {sum(one.outcome.wrong for one in own)} wrong",
             )
         )
@@ -573,8 +559,6 @@ def balance(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     found = read_runs(arguments.add) if arguments.add else []
     if arguments.no_runs and not found:
         parser.error("--no-runs needs --add with a file that has runs")
-    # As control-C does: the engines are groups of their own, which nobody else would end.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     workload = Workload()
     with tempfile.TemporaryDirectory(prefix="balanceroute-balance-") as name:
         folder = Path(name)
@@ -587,12 +571,8 @@ def balance(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         found.sort(key=lambda one: KNOWN.index(one.policy))
         line, fits = fits_of(found)
         told = simulate(found, workload, line, folder)
-    command = " ".join(
-        [
-            "python scripts/checks balance",
-            *(one for one in words if one not in ("--write", "--no-runs")),
-        ]
-    )
+    asked = [one for one in words if one not in ("--write", "--no-runs")]
+    command = " ".join(["python scripts/checks balance", *asked])
     page = page_of(found, told, line, fits, command)
     print(page)
     if arguments.write:

@@ -3,11 +3,11 @@
 import argparse
 import json
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from checks.agents import AgentChecks
@@ -20,6 +20,7 @@ from checks.fleet import (
     Order,
     free_port,
     mooncake_fault,
+    nixl_order,
     prepare,
     python_of_vllm,
     running,
@@ -54,11 +55,6 @@ def _judge(results: list[Result]) -> str:
 
 # Short, so that a check can wait for its end.
 LEASE_S = 8
-_NIXL = {
-    "kv_connector": "NixlConnector",
-    "kv_buffer_device": "cpu",
-    "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
-}
 _MOONCAKE = {
     "kv_connector": "MooncakeConnector",
     "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
@@ -71,7 +67,7 @@ _AGENTS = (
     "--max-model-len=4096",
     "--max-num-batched-tokens=512",
 )
-CONNECTORS = ("nixl", "mooncake", "nixl-dp", "nixl-agents", "nixl-groups")
+CONNECTORS = ("nixl", "mooncake", "nixl-dp", "nixl-agents")
 
 
 def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
@@ -79,47 +75,44 @@ def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
     trace = {"BALANCEROUTE_STEP_TRACE": str(steps)}
     flags = ["--lease-s", str(LEASE_S)]
     if connector == "mooncake":
-        bootstrap = str(free_port())
+        port = str(free_port())
         common = {
             "BALANCEROUTE_CPU_SHIM": "mooncake",
             "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(LEASE_S),
         }
-        own = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": bootstrap}
-        prefiller = Order(
-            "prefill-0", "tiny-dense", _json(_MOONCAKE, "kv_producer"), (), common | own
-        )
-        decoder = _json(_MOONCAKE, "kv_consumer")
+        own = common | {"VLLM_MOONCAKE_BOOTSTRAP_PORT": port}
+        roles = [
+            json.dumps(_MOONCAKE | {"kv_role": f"kv_{one}"}) for one in ("producer", "consumer")
+        ]
         return [
-            prefiller,
-            *(Order(f"decode-{i}", "tiny-dense", decoder, (), common | trace) for i in range(2)),
-        ], [*flags, "--bootstrap", f"http://127.0.0.1:{bootstrap}"]
-    model, shim = "tiny-dense", "nixl,fork"
+            Order("prefill-0", "tiny-dense", roles[0], (), own),
+            *(Order(f"decode-{i}", "tiny-dense", roles[1], (), common | trace) for i in range(2)),
+        ], [*flags, "--bootstrap", f"http://127.0.0.1:{port}"]
+    order = partial(nixl_order, model="tiny-dense", lease_s=LEASE_S)
     prefill: list[str] = []
     decode: list[list[str]] = [[], []]
-    if connector == "nixl-groups":
-        model, shim, decode = "tiny-moe", "moe-dp,nixl,fork", [*_group(), *_group()]
-    if connector == "nixl-agents":
-        model, prefill, decode = "tiny-thinking", [*_AGENTS], [[*_AGENTS], [*_AGENTS]]
-    if connector == "nixl-dp":
-        model, shim = "tiny-moe", "moe-dp,nixl,fork"
-        prefill, decode = ["--data-parallel-size=2", "--api-server-count=1"], _group()
-
-    first = free_port(2)
-    kv_ports = (first, first + 1) if connector == "nixl" else None
-
-    def order(name: str, role: str, parallel: list[str], **environment: str) -> Order:
-        # A data-parallel rank adds its number to the port.
-        side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(2))}
-        common = {"BALANCEROUTE_CPU_SHIM": shim}
-        ports = kv_ports if role == "kv_producer" else None
-        variables = common | side | environment
-        return Order(name, model, _json(_NIXL, role), parallel, variables, ports)
-
+    ports = None
+    if connector == "nixl":
+        first = free_port(2)
+        ports = first, first + 1
+    elif connector == "nixl-agents":
+        order = partial(order, model="tiny-thinking")
+        prefill, decode = [*_AGENTS], [[*_AGENTS], [*_AGENTS]]
+    else:
+        order = partial(order, model="tiny-moe", shim="moe-dp,nixl,fork")
+        prefill = ["--data-parallel-size=2", "--api-server-count=1"]
+        decode = [*_group(), *_group()]
     return [
-        order("prefill-0", "kv_producer", prefill),
+        order("prefill-0", role="kv_producer", flags=prefill, kv_ports=ports),
         *(
-            order(f"decode-{i}", "kv_consumer", [*flags_of, _DETAILS], **trace)
-            for i, flags_of in enumerate(decode)
+            # The ranks of both groups have the same numbers, by which their traces are named.
+            order(
+                f"decode-{i}",
+                role="kv_consumer",
+                flags=[*own, _DETAILS],
+                variables=trace if i < 2 else {},
+            )
+            for i, own in enumerate(decode)
         ),
     ], flags
 
@@ -131,12 +124,40 @@ def _group() -> list[list[str]]:
     return [[*group, f"--data-parallel-rank={rank}"] for rank in range(2)]
 
 
-def _json(connector: Mapping[str, object], role: str) -> str:
-    return json.dumps({**connector, "kv_role": role})
+def groups_of(
+    connector: str, fleet: Fleet, order: Order, *, mixed: bool, everything: bool
+) -> list[Checks]:
+    """Return what is checked before a connector's engines, in an order in which the last ones kill some.
+
+    Args:
+        connector: Of `CONNECTORS`.
+        fleet: What runs.
+        order: Of one of its decode engines.
+        mixed: Whether there are engines of another version.
+        everything: Whether these are asked what those of another connector are asked, too.
+    """
+    if connector == "nixl-agents":
+        return [AgentChecks(fleet, long_words=900), CutChecks(fleet)]
+    if connector == "nixl-dp":
+        one_group = replace(fleet, decoders=fleet.decoders[:2])
+        return [DpChecks(one_group), AuditChecks(one_group), GroupChecks(fleet)]
+    shared = [TokenChecks(fleet), PauseChecks(fleet)]
+    agents = [AgentChecks(fleet, long_words=400)] if everything else []
+    if connector == "mooncake":
+        more = [*shared, *agents] if everything else []
+        return [TraceChecks(fleet), *more, LegChecks(fleet)]
+    more = [KvChecks(fleet), ClientChecks(fleet), LocalityChecks(fleet)]
+    more += [PairingChecks(fleet, order), *([VersionChecks(fleet, order)] if mixed else [])]
+    return [TraceChecks(fleet), *shared, *agents, *more, IdChecks(fleet), LegChecks(fleet)]
 
 
 def check(
-    connector: str, only: set[str], folder: Path, variables: Mapping[str, str]
+    connector: str,
+    only: set[str],
+    folder: Path,
+    variables: Mapping[str, str],
+    *,
+    everything: bool = False,
 ) -> Iterator[tuple[str, str, str | None]]:
     """Yield each check's name, what was seen, and what is wrong or None; `variables` are the engines'."""
     steps = folder / "steps"
@@ -149,28 +170,8 @@ def check(
         fleet = Fleet(
             engines[:1], engines[1:], connector.partition("-")[0], tuple(flags), folder, steps
         )
-        groups: list[Checks] = [DpChecks(fleet), AuditChecks(fleet)]
-        if connector == "nixl-agents":
-            groups = [AgentChecks(fleet, long_words=900), CutChecks(fleet)]
-        elif connector == "nixl-groups":
-            groups = [GroupChecks(fleet)]
-        elif connector != "nixl-dp":
-            # The last ones kill engines.
-            more: list[Checks] = []
-            if connector == "nixl":
-                more = [KvChecks(fleet), ClientChecks(fleet), LocalityChecks(fleet)]
-                more += [PairingChecks(fleet, what[-1]), IdChecks(fleet)]
-                if "PYTHONPATH" in variables:
-                    more.append(VersionChecks(fleet, what[-1]))
-            groups = [
-                TraceChecks(fleet),
-                TokenChecks(fleet),
-                PauseChecks(fleet),
-                AgentChecks(fleet, long_words=400),
-                *more,
-                LegChecks(fleet),
-            ]
-        for group in groups:
+        mixed = "PYTHONPATH" in variables
+        for group in groups_of(connector, fleet, what[-1], mixed=mixed, everything=everything):
             for name in filter(lambda name: name.startswith("check_"), vars(type(group))):
                 title = name.removeprefix("check_").replace("_", " ")
                 if only and not any(word in title for word in only):
@@ -197,14 +198,15 @@ def engines(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         metavar="VERSION",
         help=f"another one's Python over the kernels of {VLLM}, which has the last CPU build",
     )
+    parser.add_argument(
+        "--all", action="store_true", help="ask each connector's engines all, as --only does"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the logs")
     arguments = parser.parse_args(words)
     connectors = arguments.connector.split(",")
     if not set(connectors) <= set(CONNECTORS):
         parser.error(f"--connector: of {', '.join(CONNECTORS)}")
     only = set(filter(None, arguments.only.split(",")))
-    # As control-C does: the engines are groups of their own, which nobody else would end.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin_s = time.monotonic()
     prepare()
     variables = {}
@@ -220,7 +222,10 @@ def engines(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             print(f"{connector:9} SKIPPED: {fault}", flush=True)
             skipped.append(f"mooncake (Debian's libibverbs1 is missing?: {fault})")
             continue
-        for title, seen, wrong in check(connector, only, folder / connector, variables):
+        everything = arguments.all or bool(only)
+        for title, seen, wrong in check(
+            connector, only, folder / connector, variables, everything=everything
+        ):
             passed, failed = passed + (wrong is None), failed + (wrong is not None)
             verdict = f"ok    {seen}" if wrong is None else f"WRONG {wrong}"
             print(f"{connector:9} {title:58} {verdict}", flush=True)

@@ -173,6 +173,8 @@ _END_S = 20.0
 # Below those that systems give away.
 _PORTS = iter(random.sample(range(12_000, 30_000, 4), 4_500))
 BLOCK_TOKENS = 32
+SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+"""Where an engine tells others of its KV cache."""
 _COMMON = [
     "--dtype=float32",
     "--max-model-len=2048",
@@ -209,6 +211,26 @@ class Order:
     environment: Mapping[str, str] | None = None  # Further variables.
     # Where it publishes its KV cache events, and sends them again; None for nowhere.
     kv_ports: tuple[int, int] | None = None
+
+
+def nixl_order(
+    name: str,
+    model: str,
+    role: str,
+    flags: Sequence[str] = (),
+    *,
+    lease_s: int | None = None,
+    shim: str = "nixl,fork",
+    kv_ports: tuple[int, int] | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Order:
+    """Return how to start an engine with NIXL; None for the connector's own lease."""
+    config: dict[str, object] = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+    if lease_s is not None:
+        config["kv_connector_extra_config"] = {"kv_lease_duration": lease_s}
+    # A data-parallel rank adds its number to the port.
+    own = {"BALANCEROUTE_CPU_SHIM": shim, SIDE_PORT: str(free_port(2))} | dict(variables)
+    return Order(name, model, json.dumps(config | {"kv_role": role}), flags, own, kv_ports)
 
 
 class Engine:
@@ -329,6 +351,8 @@ def restart_together(engines: Sequence[Engine]) -> None:
 @contextmanager
 def running(orders: Sequence[Order], folder: Path) -> Iterator[list[Engine]]:
     """Run engines, started at the same time."""
+    # As control-C does: the engines are groups of their own, which nobody else would end.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         engines: list[Engine] = []
         for order in orders:

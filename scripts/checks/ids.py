@@ -14,6 +14,7 @@ from checks.agents import MESSAGES, RESPONSES, told
 from checks.fleet import (
     BLOCK_TOKENS,
     CLIENT,
+    SIDE_PORT,
     SUCCESSES,
     VLLM,
     Checks,
@@ -367,7 +368,7 @@ def _naive(
 
 _REQUESTS, _PAIRED_AT_A_TIME = 24, 8
 _DTYPE = "bfloat16"
-_SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+_LONG_WAIT = {"max_tokens": 400, "ignore_eos": True}
 _FAILURES = "balanceroute_kv_transfer_failures_total"
 
 
@@ -416,7 +417,7 @@ class PairingChecks(Checks):
 
     @contextmanager
     def _other(self, *flags: str, **variables: str) -> Iterator[Engine]:
-        environment = {**(self._order.environment or {}), _SIDE_PORT: str(free_port(2))} | variables
+        environment = {**(self._order.environment or {}), SIDE_PORT: str(free_port(2))} | variables
         # Its steps are not those of the fleet's ranks.
         environment.pop("BALANCEROUTE_STEP_TRACE", None)
         flags = (*self._order.flags, *flags)
@@ -450,7 +451,39 @@ class VersionChecks(PairingChecks):
 
     def check_an_engine_of_another_version_is_never_paired(self) -> str:
         with self._other(PYTHONPATH="") as other:
-            return self._never_paired(other, f"vLLM {VLLM}")
+            seen = self._never_paired(other, VLLM)
+            return f"{seen}; {self._replaced(other)}"
+
+    def _replaced(self, other: Engine) -> str:
+        """Put another version in the place of the only prefiller while streams run and wait."""
+        ours, decode = self._prefiller, [self._fleet.decoders[0].url]
+        flags = ("--batch", "2", "--pool-limit", "2")
+        before, others = (one.metric(SUCCESSES) for one in (ours, other))
+        ended = Counter[str]()
+        prompts = [[300 + number, *range(400, 460)] for number in range(_REQUESTS)]
+        asked = [completion(ids, stream=True, **_LONG_WAIT) for ids in prompts]
+        with self._fleet.proxy("replaced", *flags, prefill=[ours.url], decode=decode) as proxy:
+            streams = [Streaming(proxy.url, *one) for one in asked]
+            until(lambda: sum(bool(one.events) for one in streams) > 1, "streams", step_s=0.01)
+            proxy.order("/admin/instances", role="prefill", url=other.url)
+            proxy.order("/admin/instances/drain", role="prefill", url=ours.url)
+            for stream in streams:
+                stream.join()
+            assert metric(proxy.url, _FAILURES) == 0, "KV transfers failed"
+        for one, stream in zip(asked, streams, strict=True):
+            ended[str(stream.status)] += 1
+            if stream.status == 200:
+                assert stream.error is None, stream.error
+                self._same(*one, stream.events)
+            else:
+                assert stream.status == 503, stream.lines
+                assert VLLM in "".join(stream.lines), stream.lines
+        # Those that compare are its, too.
+        prefills = ours.metric(SUCCESSES) - before - ended["200"]
+        assert prefills <= 2 * _REQUESTS, f"{prefills:.0f} prefills of {_REQUESTS} requests"
+        assert other.metric(SUCCESSES) == others, "the other version was given requests"
+        assert ended["200"] > 1, ended
+        return f"put in the place of the prefiller: {dict(ended)}"
 
 
 # Data-parallel groups, which end together.

@@ -46,6 +46,7 @@ NOT_SERVED = {
 DIFFERENCES = {
     (404, 501, "Not Found", "no engine serves"): "501 says that the engines lack the route",
     (404, 400, "Not Found", ""): "bodies are judged before it shows that the engines lack a route",
+    (404, 400, "not found", "responses are not kept"): "neither keeps responses",
     (400, 404, "", "does not exist"): "the model's name is judged before the rest",
     (200, 400, "", "from 1 to 128"): "the proxy bounds the answers of one request",
 }
