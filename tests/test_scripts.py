@@ -463,13 +463,16 @@ def test_a_suite_of_others_is_compared_side_by_side(tmp_path: Path) -> None:
         ("engine", ("t::gone", "t::ours")),
         ("proxy", ("t::gone", "t::ours")),
     ]
-    counts, said = suites.counted(engine, proxy)
-    assert counts == (5, 4, 1, 3)
-    assert said == {"t::gone": "not run", "t::ours": "it said so", "t::test_show_version": ""}
-    page = suites.page_of({"vllm": (counts, said)})
-    assert "| vllm | 5 | 4 | 1 | 3 | vLLM's tests" in page
-    assert "* `ours`: NOT EXPLAINED: it said so" in page
-    assert "* `test_show_version`: `/version` is the proxy's" in page
+    row = suites.row_of(engine | {"t::b": ("not drawn", "")}, proxy | {"t::b": ("not drawn", "")})
+    assert (row.tests, row.of, row.engine, row.proxy) == (5, 6, 4, 1)
+    assert row.differ == {"t::gone": "not run", "t::ours": "it said so", "t::test_show_version": ""}
+    broken = suites.row_of(*({"it runs": ("failed", "engine x did not start")},) * 2)
+    page = suites.page_of({"vllm": row, "pooling": broken}, {"nothing is held": False}, 3.0)
+    assert "| vllm | 5 of 6 | 4 | 1 | 3 | vLLM's tests" in page
+    assert "* `ours`: NOT EXPLAINED: it said so\n* `test_show_version`: `/version`" in page
+    assert "| pooling | did not run | - | - | - |" in page
+    assert "* pooling: engine x did not start" in page
+    assert "* WRONG: nothing is held" in page
 
 
 def test_what_vllm_tells_otherwise_when_it_lags_is_no_difference() -> None:
@@ -479,11 +482,9 @@ def test_what_vllm_tells_otherwise_when_it_lags_is_no_difference() -> None:
         assert agents.alike([{"logprobs": [a]}], [{"logprobs": other}]) is same
     event = 'event: {0}\ndata: {{"type": "{0}", "delta": {1}}}'.format
     last = event("response.completed", 0)
+    delta = "response.function_call_arguments.delta"
     told = [
-        agents.told(
-            f"{event('response.function_call_arguments.delta', json.dumps(one))}\n\n{last}",
-            stream=True,
-        )[0]["delta"]
+        agents.told(f"{event(delta, json.dumps(one))}\n\n{last}", stream=True)[0]["delta"]
         for one in ('{"a": "\x07"}', '{"a": "\x07"}}', '{"a": "b"}}')
     ]
     assert told == ['{"a": "\x07"}', '{"a": "\x07"}', '{"a": "b"}}']

@@ -5,18 +5,15 @@ import hashlib
 import json
 import os
 import re
-import signal
-import struct
 import subprocess
 import tarfile
 import tempfile
 import threading
 import time
-import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 
@@ -37,7 +34,7 @@ from checks.fleet import (
     before,
     environment,
     essence,
-    free_port,
+    nixl_order,
     prepare,
     running,
     until,
@@ -54,35 +51,20 @@ SMG_COMMIT = "73da68ca9472bbc0ff5f63d31a8a21fbb8696359"
 _PYTEST = ("pytest", "pytest-asyncio", "pytest-timeout", "iniconfig", "pluggy", "tblib")
 # The names by which the suites call the one model, of Hugging Face's hub and others.
 NAMES = [
-    "HuggingFaceH4/zephyr-7b-beta",
-    "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "Qwen/Qwen2-1.5B-Instruct",
-    "Qwen/Qwen2.5-1.5B-Instruct",
-    "Qwen/Qwen2.5-14B-Instruct",
-    "Qwen/Qwen2.5-7B-Instruct",
-    "Qwen/Qwen3-0.6B",
-    "Qwen/Qwen3-1.7B",
-    "Qwen/Qwen3-30B-A3B",
-    "Qwen/Qwen3-4B-Instruct-2507",
-    "Qwen/Qwen3-8B",
-    "charent/self_cognition_Alice",
-    "claude-3-7-sonnet-latest",
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
-    "facebook/opt-125m",
-    "google/translategemma-4b-it",
-    "meta-llama/Llama-3.1-8B-Instruct",
-    "meta-llama/Llama-3.2-1B-Instruct",
-    "openai/gpt-oss-20b",
-    "qwen3-lora",
-    "typeof/zephyr-7b-beta-lora",
+    "BAAI/bge-base-en-v1.5", "HuggingFaceH4/zephyr-7b-beta", "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "Qwen/Qwen2-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-14B-Instruct",
+    "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-8B", "charent/self_cognition_Alice",
+    "claude-3-7-sonnet-latest", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "facebook/opt-125m",
+    "google/translategemma-4b-it", "intfloat/multilingual-e5-small",
+    "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "openai/gpt-oss-20b",
+    "qwen3-lora", "sentence-transformers/all-MiniLM-L12-v2", "typeof/zephyr-7b-beta-lora",
     "zephyr-lora",
-]
+]  # fmt: skip
 _VLLM_TESTS = [
-    "anthropic/test_messages.py",
-    "generate",
+    "anthropic/test_messages.py", "generate",
     "openai/chat_completion/test_batched_chat_completions.py",
-    "openai/chat_completion/test_chat.py",
-    "openai/chat_completion/test_chat_completion.py",
+    "openai/chat_completion/test_chat.py", "openai/chat_completion/test_chat_completion.py",
     "openai/chat_completion/test_chat_completion_with_prompt_embeds.py",
     "openai/chat_completion/test_chat_echo.py",
     "openai/chat_completion/test_chat_logit_bias_validation.py",
@@ -90,26 +72,17 @@ _VLLM_TESTS = [
     "openai/chat_completion/test_enable_force_include_usage.py",
     "openai/chat_completion/test_extra_content_fields.py",
     "openai/chat_completion/test_include_reasoning.py",
-    "openai/chat_completion/test_logprob_token_ids.py",
-    "openai/chat_completion/test_root_path.py",
+    "openai/chat_completion/test_logprob_token_ids.py", "openai/chat_completion/test_root_path.py",
     "openai/completion/test_completion.py",
     "openai/completion/test_completion_with_prompt_embeds.py",
-    "openai/completion/test_prompt_validation.py",
-    "openai/completion/test_token_in_token_out.py",
-    "openai/models",
-    "openai/responses/test_basic.py",
-    "openai/responses/test_errors.py",
-    "openai/responses/test_function_call.py",
-    "openai/responses/test_simple.py",
-    "openai/responses/test_stateful.py",
-    "openai/responses/test_streaming_events.py",
-    "openai/responses/test_structured_output.py",
-    "openai/test_chunked_prompt.py",
-    "openai/test_return_token_ids.py",
-    "openai/test_return_tokens_as_ids.py",
-    "serve/instrumentator/test_basic.py",
-    "serve/tokenize/test_tokenization.py",
-]
+    "openai/completion/test_prompt_validation.py", "openai/completion/test_token_in_token_out.py",
+    "openai/models", "openai/responses/test_basic.py", "openai/responses/test_errors.py",
+    "openai/responses/test_function_call.py", "openai/responses/test_simple.py",
+    "openai/responses/test_stateful.py", "openai/responses/test_streaming_events.py",
+    "openai/responses/test_structured_output.py", "openai/test_chunked_prompt.py",
+    "openai/test_return_token_ids.py", "openai/test_return_tokens_as_ids.py",
+    "serve/instrumentator/test_basic.py", "serve/tokenize/test_tokenization.py",
+]  # fmt: skip
 _NIXL = "tests/v1/kv_connector/nixl_integration"
 _SMG_TESTS = [
     "chat_completions",
@@ -128,8 +101,10 @@ _FLAGS = (
     # A model of random weights seldom ends by itself.
     '--override-generation-config={"max_new_tokens":96}',
 )
-_KV = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 _SUITE_S = 2400.0
+_MOST = 60
+_NOT_DRAWN = ("not drawn", "")
+_RUNS = "it runs"
 _TEST_S = 20
 _AGAIN = 2
 REQUESTS = 60
@@ -157,7 +132,7 @@ EXPLAINED = (
 )
 
 Outcomes = dict[str, tuple[str, str]]
-"""Of each test: `passed`, `failed` or `skipped`, and why."""
+"""Of each test: `passed`, `failed`, `skipped` or `not drawn`, and why."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +227,7 @@ class Tests:
     name: str
     root: Path
     tests: Sequence[str]
+    most: int = 0  # Tests that are drawn of them, the same ones each time; 0 for all.
 
     def run(self, side: Side, only: Sequence[str], folder: Path) -> Outcomes:
         """Run the tests, or those of some ids."""
@@ -269,6 +245,7 @@ class Tests:
             "SUITE_URL": side.url,
             "SUITE_MODEL": "meta-llama/Llama-3.1-8B-Instruct",
             "SUITE_OUTCOMES": str(outcomes),
+            "SUITE_MOST": "0" if only else str(self.most),
             "PYTHONPATH": os.pathsep.join(map(str, (HOME / "pytest", HERE, root))),
         }
         variables |= ports | {f"{role}_HOST": host for role in ("PREFILL", "DECODE", "PROXY")}
@@ -322,10 +299,10 @@ def _bench(side: Side, _only: Sequence[str], folder: Path) -> Outcomes:
 
 
 def _guidellm(side: Side, _only: Sequence[str], folder: Path) -> Outcomes:
-    """Run guidellm as the check of clients does; here each request must be whole."""
+    """Run guidellm as the check of clients does."""
     out = folder / f"guidellm-{side.name}"
     out.mkdir(exist_ok=True)
-    found = check_guidellm(side.url, out, MODEL, may_cut=0)
+    found = check_guidellm(side.url, out, MODEL)
     return {f"guidellm {one.check}": _verdict(one.fault) for one in found}
 
 
@@ -402,19 +379,12 @@ _COLOURS = (0x000000, 0xFF0000, 0x00FF00, 0x2040FF)
 
 def _image(colour: int) -> dict[str, object]:
     """Return a part of a message: a picture of one colour and of black."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        end = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + end
-
     side = 56
-    line = b"\0" + colour.to_bytes(3, "big") * (side // 2) + bytes(3 * (side // 2))
-    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head)
-    png += chunk(b"IDAT", zlib.compress(line * side)) + chunk(b"IEND", b"")
+    line = colour.to_bytes(3, "big") * (side // 2) + bytes(3 * (side // 2))
+    picture = b64encode(b"P6 %d %d 255\n" % (side, side) + line * side).decode()
     return {
         "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{b64encode(png).decode()}"},
+        "image_url": {"url": f"data:image/x-portable-pixmap;base64,{picture}"},
     }
 
 
@@ -455,47 +425,45 @@ class Kind:
     suites: Mapping[str, Suite]
 
 
-KINDS = (
-    Kind(
-        "tiny-dense",
-        _FLAGS,
-        {
-            "vllm": Tests("vllm", _TESTS, [f"tests/entrypoints/{one}" for one in _VLLM_TESTS]).run,
-            "nixl": Tests("nixl", _TESTS, [f"{_NIXL}/test_edge_cases.py"]).run,
-            "disagg": _disaggregation,
-            "smg": Tests("smg", HOME / "smg" / "e2e_test", _SMG_TESTS).run,
-            "bench": _bench,
-            "guidellm": _guidellm,
-            "lm-eval": _lm_eval,
-            "aiperf": _aiperf,
-            "libraries": _libraries,
-        },
-    ),
-    Kind("tiny-vision", ('--limit-mm-per-prompt={"image":2}',), {"images": _images}),
-    Kind(
-        "tiny-dense",
-        ("--runner=pooling", "--max-model-len=512"),
-        {
-            "pooling": Tests(
-                "vllm", _TESTS, [f"tests/entrypoints/pooling/{one}" for one in _POOLING_TESTS]
-            ).run
-        },
-    ),
-)
+def kinds(most: int) -> tuple[Kind, ...]:
+    """Return the suites by their engines; of each that pytest runs `most` tests are drawn, 0 for all."""
+    pooling = [f"tests/entrypoints/pooling/{one}" for one in _POOLING_TESTS]
+    vllm = [f"tests/entrypoints/{one}" for one in _VLLM_TESTS]
+    chats: dict[str, Suite] = {
+        "vllm": Tests("vllm", _TESTS, vllm, most).run,
+        "nixl": Tests("nixl", _TESTS, [f"{_NIXL}/test_edge_cases.py"]).run,
+        "disagg": _disaggregation,
+        "smg": Tests("smg", HOME / "smg" / "e2e_test", _SMG_TESTS, most).run,
+        "bench": _bench,
+        "guidellm": _guidellm,
+        "lm-eval": _lm_eval,
+        "aiperf": _aiperf,
+        "libraries": _libraries,
+    }
+    return (
+        Kind("tiny-dense", _FLAGS, chats),
+        Kind("tiny-vision", ('--limit-mm-per-prompt={"image":2}',), {"images": _images}),
+        Kind(
+            "tiny-dense",
+            ("--runner=pooling", "--max-model-len=512"),
+            {"pooling": Tests("vllm", _TESTS, pooling, most).run},
+        ),
+    )
+
+
 WHAT = {
     "vllm": "vLLM's tests of its entrypoints",
     "nixl": "vLLM's edge cases of NIXL: answers as a prefiller's and a decoder's",
     "disagg": "vLLM's script that compares answers of a proxy with an engine's",
     "smg": f"[SMG's]({SMG}/tree/{SMG_COMMIT[:12]}/e2e_test) end-to-end tests of chats, completions, messages, responses",
     "bench": f"`vllm bench serve`, {REQUESTS} requests, {AT_ONCE} at once: all answered, with every token",
-    "guidellm": "the same by guidellm",
+    "guidellm": "guidellm: chats, completions and responses, none failed, but for those that it cuts off at its end",
     "lm-eval": "lm-eval: each answer, and each probability of a given one, is the engine's",
     "aiperf": "NVIDIA's aiperf, streamed and whole",
     "libraries": "our checks with the anthropic, litellm and langchain packages",
     "images": "a model that sees: each answer is the engine's",
     "pooling": "vLLM's tests of embeddings and scores",
 }
-SUITES = list(WHAT)
 
 
 # Both sides, side by side.
@@ -503,16 +471,9 @@ SUITES = list(WHAT)
 
 def orders(kind: Kind) -> list[Order]:
     """Return how to start an engine that nobody disaggregates, a prefiller and a decoder."""
-
-    def order(name: str, role: str) -> Order:
-        config = json.dumps(_KV | {"kv_role": role})
-        names = ("--served-model-name", MODEL, *NAMES)
-        side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(2))}
-        variables = side | {"BALANCEROUTE_CPU_SHIM": "nixl,fork"}
-        return Order(name, kind.model, config, (*kind.flags, *names), variables)
-
     roles = {"alone": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
-    return [order(name, role) for name, role in roles.items()]
+    flags = (*kind.flags, "--served-model-name", MODEL, *NAMES)
+    return [nixl_order(name, kind.model, role, flags) for name, role in roles.items()]
 
 
 @contextmanager
@@ -542,7 +503,7 @@ def _outcomes(suite: Suite, side: Side, only: Sequence[str], folder: Path) -> Ou
         return suite(side, only, folder)
     except (SystemExit, subprocess.TimeoutExpired, httpx.HTTPError) as error:
         # The others shall run.
-        return {"it runs": ("failed", f"{type(error).__name__}: {error}")}
+        return {_RUNS: ("failed", f"{type(error).__name__}: {error}")}
 
 
 def explanation(test: str) -> str | None:
@@ -624,13 +585,28 @@ def restart(side: Side, proxy: Proxy, prefiller: Engine, engine: str) -> dict[st
 
 # The page.
 
-Counts = tuple[tuple[int, int, int, int], dict[str, str]]
-"""Of a suite: tests, those that pass on an engine alone, and through the proxy, those that differ; and what those say."""
-_RESULTS = HOME / "results.json"
+
+@dataclass(frozen=True)
+class Row:
+    """What a suite showed: of the tests that were drawn, how many pass on an engine alone, and through the proxy."""
+
+    tests: int = 0
+    of: int = 0  # Of so many.
+    engine: int = 0
+    proxy: int = 0
+    differ: Mapping[str, str] = field(default_factory=dict)  # And what these say through the proxy.
+    fault: str = ""  # Why it did not run.
+
+    @property
+    def unexplained(self) -> list[str]:
+        """The tests that differ, and nothing explains why."""
+        return [test for test in self.differ if explanation(test) is None]
 
 
-def counted(engine: Outcomes, proxy: Outcomes) -> Counts:
-    """Return a suite's counts."""
+def row_of(engine: Outcomes, proxy: Outcomes) -> Row:
+    """Return what the outcomes of both sides show."""
+    tests = engine.keys() | proxy.keys()
+    drawn = [test for test in tests if engine.get(test) != _NOT_DRAWN]
     first, second = (
         sum(how.startswith("passed") for how, _ in one.values()) for one in (engine, proxy)
     )
@@ -638,27 +614,31 @@ def counted(engine: Outcomes, proxy: Outcomes) -> Counts:
         test.rpartition("/")[2]: proxy.get(test, ("not run", "not run"))[1][:200]
         for test in differing(engine, proxy)
     }
-    return (len(engine.keys() | proxy.keys()), first, second, len(said)), said
+    broken = {**proxy, **engine}.get(_RUNS, ("", ""))[1]
+    return Row(len(drawn), len(tests), first, second, said, broken)
 
 
-def page_of(results: Mapping[str, Counts]) -> str:
+def page_of(rows: Mapping[str, Row], restarted: Mapping[str, bool], minutes: float) -> str:
     """Return the page of the appendix."""
     head = table_head("suite", *right(["tests", "engine alone", "proxy", "differ"]), "what it is")
-    rows = [table_row(name, *results[name][0], WHAT[name]) for name in SUITES if name in results]
-    table = "\n".join([head, *rows])
+    table = [head]
     reasons: dict[str, dict[str, None]] = {}
-    for name in filter(results.__contains__, SUITES):
-        for test, said in results[name][1].items():
-            short = test.rpartition("::")[2].partition("[")[0]
-            reasons.setdefault(explanation(test) or f"NOT EXPLAINED: {said}", {})[f"`{short}`"] = (
-                None
-            )
-    lines = [f"* {', '.join(tests)}: {reason}" for reason, tests in reasons.items()]
-    listed = "\n".join(lines) or "None."
-    restarted = (
-        "\n".join(f"* {wrong or 'yes'}: {one}" for one, wrong in results["restart"][1].items())
-        if "restart" in results
-        else "Not run."
+    for name in filter(rows.__contains__, WHAT):
+        row = rows[name]
+        tests = f"{row.tests} of {row.of}" if row.tests < row.of else row.tests
+        counts = [tests, row.engine, row.proxy, len(row.differ)]
+        counts = ["did not run", "-", "-", "-"] if row.fault else counts
+        table.append(table_row(name, *counts, WHAT[name]))
+        if row.fault:
+            reasons[row.fault.splitlines()[-1][:300]] = {name: None}
+            continue
+        for test, said in row.differ.items():
+            reason = explanation(test) or f"NOT EXPLAINED: {said}"
+            short = f"`{test.rpartition('::')[2].partition('[')[0]}`"
+            reasons.setdefault(reason, {})[short] = None
+    listed = "\n".join(f"* {', '.join(tests)}: {why}" for why, tests in reasons.items())
+    claims = "\n".join(
+        f"* {'yes' if holds else 'WRONG'}: {one}" for one, holds in restarted.items()
     )
     return f"""# Tables: suites of others
 
@@ -669,75 +649,77 @@ def page_of(results: Mapping[str, Counts]) -> str:
 runs tests of other projects against a vLLM {VLLM} engine alone, and against the proxy before a prefiller and a
 decoder (NIXL), and counts what passes. The model is tiny, of random weights; all engines have one set of flags, and
 an answer ends after 96 tokens. So what asks for a true sentence, another vocabulary, a longer context or other flags
-fails on both sides. Tests that differ are run twice more, as many sample at random. Tests without a server are left out.
+fails on both sides. Tests that differ are run twice more, as many sample at random. Tests without a server are left
+out, and of many tests {_MOST} are drawn, the same ones each time (`--most 0` for all). This run took {minutes:.0f} minutes.
 
-{table}
+{chr(10).join(table)}
 
 ## Differences
 
-{listed}
+{listed or "None."}
 
 ## A prefiller that is started again
 
 The only prefiller is killed and started again while {AT_ONCE} clients ask:
 
-{restarted}
+{claims or "Not run."}
 """
 
 
-def _run(kind: Kind, only: Sequence[str], folder: Path) -> Iterator[tuple[str, Counts]]:
-    """Run the chosen suites of a kind; the restart, which ends the prefiller, is the last of the first kind's."""
+def _run(
+    kind: Kind, only: Sequence[str], folder: Path, restarted: dict[str, bool] | None
+) -> Iterator[tuple[str, Row]]:
+    """Run the chosen suites of a kind; `restarted` gets what the restart shows, which ends the prefiller."""
     chosen = [name for name in kind.suites if name in only]
-    with_restart = kind is KINDS[0] and "restart" in only
+    with_restart = restarted is not None and "restart" in only
     if not chosen and not with_restart:
         return
     folder.mkdir(parents=True)
-    with sides(kind, folder) as (both, proxy, prefiller):
-        for name in chosen:
-            yield name, counted(*compare(kind.suites[name], both, folder))
-        if with_restart:
-            claims = restart(both[1], proxy, prefiller, both[0].url)
-            held = sum(claims.values())
-            yield (
-                "restart",
-                (
-                    (len(claims), len(claims), held, len(claims) - held),
-                    {claim: "" if holds else "WRONG" for claim, holds in claims.items()},
-                ),
-            )
+    try:
+        with sides(kind, folder) as (both, proxy, prefiller):
+            while chosen:
+                yield chosen[0], row_of(*compare(kind.suites[chosen[0]], both, folder))
+                del chosen[0]
+            if restarted is not None and with_restart:
+                restarted |= restart(both[1], proxy, prefiller, both[0].url)
+    except SystemExit as error:  # Of engines; others may start.
+        yield from ((name, Row(fault=str(error))) for name in chosen)
 
 
 def suites(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Suites and load tools of others, against an engine alone and the proxy before engines, side by side.
 
     Installs vLLM's CPU build on the first run (6 GB), and what the suites need (6 GB) into build/. Prints a page with
-    the counts, those of earlier runs of other suites included. Exits 1 if a test differs and nothing explains why.
+    the counts. Exits 1 if a test differs and nothing explains why, or a suite does not run.
     """
-    names = [*SUITES, "restart"]
+    names = [*WHAT, "restart"]
     parser.add_argument("--only", default=",".join(names), metavar="NAME,..", help=", ".join(names))
+    parser.add_argument(
+        "--most", type=int, default=_MOST, help="tests of a suite (default: %(default)s)"
+    )
     parser.add_argument("--keep", metavar="FOLDER", help="for logs and outcomes")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     arguments = parser.parse_args(words)
     only = arguments.only.split(",")
     if not set(only) <= set(names):
         parser.error(f"--only: of {', '.join(names)}")
-    # As control-C does: the engines are groups of their own, which nobody else would end.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     prepare()
     prepare_suites()
-    results = json.loads(_RESULTS.read_text()) if _RESULTS.exists() else {}
-    faults = 0
+    begin_s = time.monotonic()
+    rows: dict[str, Row] = {}
+    restarted: dict[str, bool] = {}
     with tempfile.TemporaryDirectory(prefix="balanceroute-suites-") as scratch:
-        for i, kind in enumerate(KINDS):
+        for i, kind in enumerate(kinds(arguments.most)):
             folder = Path(arguments.keep or scratch) / f"engines-{i}"
-            for name, counts in _run(kind, only, folder):
-                print(table_row(name, *counts[0]), json.dumps(counts[1]), flush=True)
-                unexplained = [test for test in counts[1] if explanation(test) is None]
-                faults += counts[0][3] if name == "restart" else len(unexplained)
-                results[name] = counts
-                _RESULTS.write_text(json.dumps(results))
-    page = page_of(results)
+            for name, row in _run(kind, only, folder, None if i else restarted):
+                rows[name] = row
+                took_s = time.monotonic() - begin_s
+                print(f"{took_s:5.0f} s {name}: {row}", flush=True)
+                if arguments.write:  # Each time: the run may be ended from outside.
+                    PAGE.write_text(page_of(rows, restarted, took_s / 60))
+    page = page_of(rows, restarted, (time.monotonic() - begin_s) / 60)
     print(page)
     if arguments.write:
         PAGE.write_text(page)
-    return int(faults > 0)
+    wrong = any(row.unexplained or row.fault for row in rows.values())
+    return int(wrong or not all(restarted.values()))

@@ -3,12 +3,13 @@
     SUITE_URL=http://host:port SUITE_OUTCOMES=FILE python -m pytest -p suites_plugin ..
 
 Instead of starting an engine or a gateway, what starts one in those suites is told `SUITE_URL`. Tests that
-speak to no server are left out: they would pass before any. Writes the outcome of each test that is
-left, and the last line of what went wrong, to `SUITE_OUTCOMES`, as JSON by the test's id.
+speak to no server are left out: they would pass before any. `SUITE_MOST` of the
+others are drawn, the same ones each time. Writes the outcome of each test, and the last line of what went wrong, to `SUITE_OUTCOMES`, as JSON by the test's id.
 """
 
 import json
 import os
+import random
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -26,6 +27,7 @@ _MODEL = os.environ["SUITE_MODEL"]
 _OUTCOMES: dict[str, tuple[str, str]] = {}
 # Of fixtures through which a test gets at a server.
 _SERVES = ("server", "client", "setup_backend")
+_NOT_DRAWN = ("not drawn", "")
 _WORST = ("passed", "skipped", "failed")
 
 
@@ -95,19 +97,23 @@ def api_client(setup_backend: tuple[str, str, Any, Gateway]) -> Any:
     return setup_backend[2]
 
 
+def _is_asked(item: pytest.Item) -> bool:
+    """Return whether a test speaks to a server; SMG's second client is of its gateway alone."""
+    names = getattr(item, "fixturenames", ())
+    return os.environ["SUITE_NAME"] == "nixl" or (
+        any(word in name for name in names for word in _SERVES)
+        and not any(word in item.nodeid for word in ("-smg", "[smg"))
+        and "hf_model" not in names
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out tests without a server, and SMG's second client, which is of its gateway alone."""
-    items[:] = [
-        one
-        for one in items
-        if os.environ["SUITE_NAME"] == "nixl"
-        or (
-            any(word in name for name in getattr(one, "fixturenames", ()) for word in _SERVES)
-            and "-smg" not in one.nodeid
-            and "[smg" not in one.nodeid
-            and "hf_model" not in getattr(one, "fixturenames", ())
-        )
-    ]
+    """Leave out tests without a server, and those that are not drawn, which are noted."""
+    items[:] = filter(_is_asked, items)
+    most = int(os.environ["SUITE_MOST"]) or len(items)
+    drawn = set(random.Random(7).sample(range(len(items)), min(most, len(items))))
+    _OUTCOMES.update({one.nodeid: _NOT_DRAWN for i, one in enumerate(items) if i not in drawn})
+    items[:] = [one for i, one in enumerate(items) if i in drawn]
     for one in items:
         # Seconds after each test, for engines in the process of the tests.
         one.add_marker("skip_global_cleanup")
