@@ -422,6 +422,7 @@ def refuse_what_was_counted(
     """
     if api not in (CHAT, COMPLETIONS):
         return
+    refuse_if_too_long(api, body, max_model_len)  # The context may not have been known before.
     _, limit = _limit(api, body)
     if limit is None or limit < 1 or prompt_tokens + limit <= max_model_len:
         return

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.site import transcript
 
 from balanceroute.proxy.live.connectors import make_connector
-from balanceroute.proxy.live.openai.body import RequestBody, dump
+from balanceroute.proxy.live.openai.body import BodyError, RequestBody, dump
 from balanceroute.proxy.live.openai.legs import (
     BadPrefillAnswerError,
     PrefillAnswer,
@@ -17,6 +17,8 @@ from balanceroute.proxy.live.openai.legs import (
     least_tokens,
     prefill_body,
     read_prefill_answer,
+    refuse_if_too_long,
+    refuse_what_was_counted,
 )
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, Api
 
@@ -429,3 +431,22 @@ def test_a_message_that_counts_no_cache_counts_the_whole_prompt() -> None:
 def test_what_is_no_answer_of_agents_is_told(api: Api, members: dict[str, object]) -> None:
     with pytest.raises(BadPrefillAnswerError):
         read_prefill_answer(AGENTS[api](**members), api=api)
+
+
+@pytest.mark.parametrize("api", [Api.CHAT, Api.COMPLETIONS])
+def test_a_limit_beyond_the_context_is_refused_in_the_same_words_once_a_prompt_is_counted(
+    api: Api,
+) -> None:
+    """Where the context was not known before, a prompt of -97951 tokens was said to be too long."""
+    asked = body(prompt="a", messages=[{"role": "user", "content": "a"}], max_tokens=100_000)
+    told = []
+    with pytest.raises(BodyError) as refused:
+        refuse_if_too_long(api, asked, 2048)
+    told.append((str(refused.value), refused.value.param))
+    with pytest.raises(BodyError) as refused:
+        refuse_what_was_counted(api, asked, 1, 2048)
+    told.append((str(refused.value), refused.value.param))
+    assert told[0] == told[1]
+    assert told[0][0].startswith("max_tokens=100000 cannot be greater than max_model_len=2048.")
+    with pytest.raises(BodyError, match="contains at least 49 input tokens"):
+        refuse_what_was_counted(api, body(prompt="a", messages=[], max_tokens=2_000), 60, 2048)
