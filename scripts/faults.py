@@ -7,11 +7,10 @@ import multiprocessing
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from itertools import pairwise
@@ -184,19 +183,6 @@ def exactness(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     return 1 if differences else 0
 
 
-@contextmanager
-def _folder(given: argparse.Namespace) -> Iterator[Path]:
-    """Give a folder for the proxies' logs: what --keep names, else one for the moment."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = given.keep or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-
-
-def _keeps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the proxies' logs there")
-
-
 def _judged(report: SoakReport) -> int:
     print(report.text())
     return 1 if report.wrong else 0
@@ -213,14 +199,12 @@ def soak(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument("--requests", type=positive, default=5000, help="how many to send")
     parser.add_argument("--seed", type=int, default=0, help="decides requests and faults")
     parser.add_argument("--connector", default="nixl", help="how KV caches travel")
-    parser.add_argument("--policy", default="br-h", help="of the proxy")
     parser.add_argument(
         "--native",
         choices=["auto", "off", "require"],
         default="auto",
         help="whether the native library moves streams",
     )
-    _keeps(parser)
     given = parser.parse_args(words)
     settings = SoakSettings(
         requests=given.requests,
@@ -229,11 +213,10 @@ def soak(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         seed=given.seed,
         wait_for_idle=True,
         connector=given.connector,
-        policy=given.policy,
         native=given.native,
     )
-    with _folder(given) as folder:
-        return _judged(run_soak(settings, folder))
+    with TemporaryDirectory() as folder:
+        return _judged(run_soak(settings, Path(folder)))
 
 
 def decoder_deaths(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -459,12 +442,11 @@ def freeze_engines(parser: argparse.ArgumentParser, words: Sequence[str]) -> int
     of a stream; each answer has to be that of one engine. Exits 1 if anything is wrong.
     """
     parser.add_argument("--freezes", type=positive, default=3, metavar="N", help="how many")
-    _keeps(parser)
     given = parser.parse_args(words)
-    with _folder(given) as folder, emulated(FrozenRanks.ENGINES.split()) as urls:
+    with TemporaryDirectory() as folder, emulated(FrozenRanks.ENGINES.split()) as urls:
 
         async def run() -> SoakReport:
-            return await FrozenRanks(urls["decode"][0], given.freezes).run(urls, folder)
+            return await FrozenRanks(urls["decode"][0], given.freezes).run(urls, Path(folder))
 
         return _judged(asyncio.run(run()))
 
@@ -565,17 +547,15 @@ class LeaderKills:
     async def _look(self, one: Replica) -> None:
         """See whether one is ready. One that is stopped may be so in its kernel's queue alone."""
         while not self._load.over:
-            one.ready = await self._status(one) == 200
+            status = 0
+            with suppress(WireError):
+                answer = await fetch(
+                    one.endpoint, b"GET", b"/ready", [], b"", timeout_s=0.3, max_bytes=1 << 16
+                )
+                status = answer.status
+            one.ready = status == 200
             self._two += all(other.ready for other in self._replicas)
             await asyncio.sleep(LOOK_S)
-
-    async def _status(self, one: Replica) -> int:
-        with suppress(WireError):
-            asked = fetch(
-                one.endpoint, b"GET", b"/ready", [], b"", timeout_s=0.3, max_bytes=1 << 16
-            )
-            return (await asked).status
-        return 0
 
     async def _watch_ranks(self) -> None:
         since: dict[int, float] = {}
@@ -609,10 +589,9 @@ def leader_kills(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument("--lock", action="store_true", help="they agree by a lock on a file")
     parser.add_argument("--api", metavar="URL", help="of a Kubernetes API server")
     parser.add_argument("--account", type=Path, metavar="DIR", help="the account there")
-    _keeps(parser)
     given = parser.parse_args(words)
-    with _folder(given) as folder, emulated(LeaderKills.ENGINES) as urls:
-        return _judged(asyncio.run(_with_replicas(given, urls, folder)))
+    with TemporaryDirectory() as folder, emulated(LeaderKills.ENGINES) as urls:
+        return _judged(asyncio.run(_with_replicas(given, urls, Path(folder))))
 
 
 async def _with_replicas(
