@@ -1,209 +1,146 @@
 """What must hold of the APIs that agents speak, messages and responses: by what agents send, and drawn."""
 
-import http.client
 import json
 import random
 import re
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
-from checks.fleet import CLIENT, EMPTY_CALL, LAST, Checks, Fleet, Proxy, until
-from checks.legs import CHAT, IMAGE, chat
-from checks.packages import Result
-
-_TIMEOUT_S = 120.0
-# What differs between two right answers to one request.
-_DRAWN = re.compile(
-    r'"(?:id|item_id|call_id|signature)":"[^"]*"|"created_at":\d+|"sequence_number":\d+'
-    r'|"cached_tokens":\d+|"cache_read_input_tokens":\d+'
+from checks.fleet import (
+    CHAT,
+    CLIENT,
+    EMPTY_CALL,
+    GENERATE,
+    IMAGE,
+    LAST,
+    MESSAGES,
+    RESPONSES,
+    Checks,
+    Engine,
+    Fleet,
+    Proxy,
+    Streaming,
+    ask,
+    assert_equal,
+    begun,
+    chat,
+    essence,
+    ids_of,
+    names_of,
 )
+from checks.packages import CITY_SCHEMA, Result
+
+# Requests as Claude Code and Codex send them, without the model.
+
 _SESSION = "0b6c2f4e-7d1a-4c55-9a43-6f1f0c5e9d21"
-_CLAUDE_HEADERS = {
-    "accept": "application/json",
-    "content-type": "application/json",
-    "user-agent": "claude-cli/2.1.257 (external, cli)",
-    "authorization": "Bearer none",
-    "anthropic-version": "2023-06-01",
-    "anthropic-beta": (
-        "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27,"
-        "prompt-caching-scope-2026-01-05,mid-conversation-system-2026-04-07,effort-2025-11-24"
-    ),
-    "anthropic-dangerous-direct-browser-access": "true",
-    "x-app": "cli",
-    "x-claude-code-session-id": _SESSION,
-    "x-stainless-helper-method": "stream",
-    "x-stainless-lang": "js",
-    "x-stainless-retry-count": "0",
-    "x-stainless-timeout": "600",
-}
-_CODEX_HEADERS = {
-    "accept": "text/event-stream",
-    "content-type": "application/json",
-    "authorization": "Bearer none",
-    "user-agent": "codex_cli_rs/0.144.1 (Debian 12.0.0; x86_64) xterm-256color",
-    "originator": "codex_cli_rs",
-    "version": "0.144.1",
-    "session_id": _SESSION,
-    "session-id": _SESSION,
-    "thread-id": _SESSION,
-    "conversation_id": _SESSION,
-    "x-client-request-id": _SESSION,
-    "x-codex-beta-features": "memories",
-    "x-codex-turn-metadata": json.dumps({"session_id": _SESSION, "turn_id": "1"}),
-    "x-codex-window-id": f"{_SESSION}:0",
-    "x-openai-subagent": "review",
-}
-_CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-_SCHEMA = "http://json-schema.org/draft-07/schema#"
+_CLAUDE_HEADERS = """\
+accept: application/json
+content-type: application/json
+user-agent: claude-cli/2.1.257 (external, cli)
+authorization: Bearer none
+anthropic-version: 2023-06-01
+anthropic-beta: claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27,\
+prompt-caching-scope-2026-01-05,mid-conversation-system-2026-04-07,effort-2025-11-24
+anthropic-dangerous-direct-browser-access: true
+x-app: cli
+x-claude-code-session-id: SESSION
+x-stainless-helper-method: stream
+x-stainless-lang: js
+x-stainless-retry-count: 0
+x-stainless-timeout: 600"""
+_CODEX_HEADERS = """\
+accept: text/event-stream
+content-type: application/json
+authorization: Bearer none
+user-agent: codex_cli_rs/0.144.1 (Debian 12.0.0; x86_64) xterm-256color
+originator: codex_cli_rs
+version: 0.144.1
+session_id: SESSION
+session-id: SESSION
+thread-id: SESSION
+conversation_id: SESSION
+x-client-request-id: SESSION
+x-codex-beta-features: memories
+x-codex-turn-metadata: {"session_id": "SESSION", "turn_id": "1"}
+x-codex-window-id: SESSION:0
+x-openai-subagent: review"""
+_CLAUDE = """\
+{"max_tokens": 32000, "stream": true, "thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"},
+ "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+ "metadata": {"user_id": "user_0_account__session_SESSION"},
+ "system": [
+  {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.257.d5e; cch=1a2b3;"},
+  {"type": "text", "text": "You work in a terminal.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+  {"type": "text", "text": "Use the tools. Be brief.", "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+ "tools": [
+  {"name": "Bash", "description": "Bash of the workspace.", "input_schema":
+   {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "required": ["command", "timeout"],
+    "properties": {"command": {"type": "string", "description": "What."}, "timeout": {"type": "number"}},
+    "additionalProperties": false}},
+  {"name": "TodoWrite", "description": "The list.", "cache_control": {"type": "ephemeral"}, "input_schema":
+   {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "required": ["todos"],
+    "properties": {"todos": {"type": "array", "items": {"type": "object", "properties":
+     {"content": {"type": "string", "description": "What."}}}}}, "additionalProperties": false}}]}"""
+_CLAUDE_TURNS = """\
+[{"role": "user", "content": [
+  {"type": "text", "text": "<system-reminder>\\nThe date is today.\\n</system-reminder>\\n"},
+  {"type": "text", "text": "why does the build fail?", "cache_control": {"type": "ephemeral"}}]},
+ {"role": "assistant", "content": [
+  {"type": "thinking", "thinking": "The log tells.", "signature": "EqQBCkYIBxgC"},
+  {"type": "redacted_thinking", "data": "EmwKAhgBEgy3"},
+  {"type": "text", "text": "I read the log."},
+  {"type": "tool_use", "id": "toolu_01", "name": "Bash", "input": {"command": "tail build.log"}},
+  {"type": "tool_use", "id": "toolu_02", "name": "Read", "input": {"file_path": "/a"}}]},
+ {"role": "user", "content": [
+  {"tool_use_id": "toolu_01", "type": "tool_result", "content": "error: no such file"},
+  {"tool_use_id": "toolu_02", "type": "tool_result", "is_error": true, "cache_control": {"type": "ephemeral"},
+   "content": [{"type": "text", "text": "<tool_use_error>not found</tool_use_error>"}]}]},
+ {"role": "system", "content": "The user changed a file."}]"""
+_CODEX = """\
+{"instructions": "You are a coding agent. Be brief.", "tool_choice": "auto", "parallel_tool_calls": true,
+ "reasoning": {"effort": "medium", "summary": "auto"}, "store": false, "stream": true,
+ "include": ["reasoning.encrypted_content"], "prompt_cache_key": "SESSION", "text": {"verbosity": "medium"},
+ "client_metadata": {"x-codex-installation-id": "SESSION"},
+ "input": [
+  {"type": "message", "role": "developer", "content":
+   [{"type": "input_text", "text": "<permissions>read only</permissions>"}]},
+  {"type": "message", "role": "user", "content":
+   [{"type": "input_text", "text": "<environment_context>\\n  <cwd>/w</cwd>\\n</environment_context>"}]},
+  {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "why does the build fail?"}]}],
+ "tools": [
+  {"type": "function", "name": "exec_command", "description": "Runs it.", "strict": false, "parameters":
+   {"type": "object", "required": ["cmd", "yield_time_ms"], "additionalProperties": false, "properties":
+    {"cmd": {"type": "string", "description": "What."}, "yield_time_ms": {"type": "number"}}}},
+  {"type": "function", "name": "update_plan", "description": "Plans.", "strict": false, "parameters":
+   {"type": "object", "required": ["plan"], "additionalProperties": false, "properties": {"plan":
+    {"type": "array", "items": {"type": "object", "properties": {"step": {"type": "string"}}}}}}},
+  {"type": "web_search", "external_web_access": false}]}"""
+_CODEX_ITEMS = """\
+[{"type": "reasoning", "summary": [], "content": null, "encrypted_content": null},
+ {"type": "message", "role": "assistant", "phase": "commentary", "content":
+  [{"type": "output_text", "text": "I read the log."}]},
+ {"type": "function_call", "name": "exec_command", "arguments": "{\\"cmd\\":\\"tail build.log\\"}",
+  "call_id": "call_1"},
+ {"type": "function_call_output", "call_id": "call_1", "output": "error: no such file"},
+ {"type": "custom_tool_call", "status": "completed", "call_id": "call_2", "name": "apply_patch",
+  "input": "*** Begin Patch\\n*** End Patch\\n"},
+ {"type": "custom_tool_call_output", "call_id": "call_2", "output": "done"}]"""
 
 
-def _claude_tool(name: str, **properties: Any) -> dict[str, Any]:
-    schema: dict[str, Any] = {"$schema": _SCHEMA, "type": "object", "properties": properties}
-    schema |= {"required": list(properties), "additionalProperties": False}
-    return {"name": name, "description": f"{name} of the workspace.", "input_schema": schema}
+def _sent(text: str) -> Any:
+    return json.loads(text.replace("SESSION", _SESSION))
 
 
-def _claude(*turns: dict[str, Any], **members: Any) -> dict[str, Any]:
-    """Return a turn of Claude Code's main loop."""
-    text = {"type": "string", "description": "What."}
-    todo = {"type": "array", "items": {"type": "object", "properties": {"content": text}}}
-    return {
-        "max_tokens": 32_000,
-        "messages": list(turns),
-        "system": [
-            {
-                "type": "text",
-                "text": "x-anthropic-billing-header: cc_version=2.1.257.d5e; cch=1a2b3;",
-            },
-            {"type": "text", "text": "You work in a terminal."} | _CACHED,
-            {"type": "text", "text": "Use the tools. Be brief."} | _CACHED,
-        ],
-        "tools": [
-            _claude_tool("Bash", command=text, timeout={"type": "number"}),
-            _claude_tool("Read", file_path=text),
-            _claude_tool("TodoWrite", todos=todo) | {"cache_control": {"type": "ephemeral"}},
-        ],
-        "thinking": {"type": "adaptive"},
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "output_config": {"effort": "medium"},
-        "metadata": {"user_id": f"user_0_account__session_{_SESSION}"},
-        "stream": True,
-    } | members
-
-
-_ASKED = {
-    "role": "user",
-    "content": [
-        {"type": "text", "text": "<system-reminder>\nThe date is today.\n</system-reminder>\n"},
-        {
-            "type": "text",
-            "text": "why does the build fail?",
-            "cache_control": {"type": "ephemeral"},
-        },
-    ],
-}
-_CALLED = {
-    "role": "assistant",
-    "content": [
-        {"type": "thinking", "thinking": "The log tells.", "signature": "EqQBCkYIBxgC"},
-        {"type": "redacted_thinking", "data": "EmwKAhgBEgy3"},
-        {"type": "text", "text": "I read the log."},
-        {
-            "type": "tool_use",
-            "id": "toolu_01",
-            "name": "Bash",
-            "input": {"command": "tail build.log"},
-        },
-        {"type": "tool_use", "id": "toolu_02", "name": "Read", "input": {"file_path": "/a"}},
-    ],
-}
-_TOLD = {
-    "role": "user",
-    "content": [
-        {"tool_use_id": "toolu_01", "type": "tool_result", "content": "error: no such file"},
-        {
-            "tool_use_id": "toolu_02",
-            "type": "tool_result",
-            "is_error": True,
-            "content": [{"type": "text", "text": "<tool_use_error>not found</tool_use_error>"}],
-            "cache_control": {"type": "ephemeral"},
-        },
-    ],
-}
-_REMINDED = {"role": "system", "content": "The user changed a file."}
-
-
-def _codex_tool(name: str, **properties: Any) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    tool = {"type": "function", "name": name, "description": f"{name} of the workspace."}
-    return tool | {"strict": False, "parameters": schema | {"required": list(properties)}}
-
-
-def _said(role: str, *texts: str) -> dict[str, Any]:
-    kind = "output_text" if role == "assistant" else "input_text"
-    parts = [{"type": kind, "text": text} for text in texts]
-    return {"type": "message", "role": role, "content": parts}
-
-
-def _codex(
-    *items: dict[str, Any], tools: tuple[dict[str, Any], ...] = (), **more: Any
-) -> dict[str, Any]:
-    """Return a turn of Codex."""
-    text = {"type": "string", "description": "What."}
-    plan = {"type": "array", "items": {"type": "object", "properties": {"step": text}}}
-    return {
-        "instructions": "You are a coding agent. Be brief.",
-        "input": [
-            _said("developer", "<permissions>read only</permissions>"),
-            _said("user", "<environment_context>\n  <cwd>/w</cwd>\n</environment_context>"),
-            _said("user", "why does the build fail?"),
-            *items,
-        ],
-        "tools": [
-            _codex_tool("exec_command", cmd=text, yield_time_ms={"type": "number"}),
-            _codex_tool("update_plan", plan=plan),
-            _codex_tool("view_image", path=text),
-            {"type": "web_search", "external_web_access": False},
-            *tools,
-        ],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "reasoning": {"effort": "medium", "summary": "auto"},
-        "store": False,
-        "stream": True,
-        "include": ["reasoning.encrypted_content"],
-        "prompt_cache_key": _SESSION,
-        "text": {"verbosity": "medium"},
-        "client_metadata": {"x-codex-installation-id": _SESSION},
-    } | more
-
-
-_PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
-_GRAMMAR = {"format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}}
-_RAN: tuple[dict[str, Any], ...] = (
-    {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
-    _said("assistant", "I read the log.") | {"phase": "commentary"},
-    {
-        "type": "function_call",
-        "name": "exec_command",
-        "arguments": '{"cmd":"tail build.log"}',
-        "call_id": "call_1",
-    },
-    {"type": "function_call_output", "call_id": "call_1", "output": "error: no such file"},
-    {"type": "custom_tool_call", "status": "completed", "call_id": "call_2"}
-    | {"name": "apply_patch", "input": "*** Begin Patch\n*** End Patch\n"},
-    {"type": "custom_tool_call_output", "call_id": "call_2", "output": "done"},
-)
+def _headers(text: str) -> dict[str, str]:
+    lines = text.replace("SESSION", _SESSION).splitlines()
+    return {name: value for name, _, value in (line.partition(": ") for line in lines)}
 
 
 @dataclass(frozen=True)
@@ -219,105 +156,72 @@ class Wire:
 
 def wires() -> Iterator[Wire]:
     """Yield the requests."""
+    claude, turns, codex = _sent(_CLAUDE), _sent(_CLAUDE_TURNS), _sent(_CODEX)
     searching = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
     small = {"system": [], "tools": [], "messages": [{"role": "user", "content": "quota"}]}
     forced = {"tool_choice": {"type": "tool", "name": "Bash", "disable_parallel_tool_use": True}}
-    for name, body, status in (
-        ("first turn", _claude(_ASKED), 200),
-        ("turn with results of tools", _claude(_ASKED, _CALLED, _TOLD), 200),
-        ("turn with a system message between", _claude(_ASKED, _CALLED, _TOLD, _REMINDED), 200),
-        ("a forced tool", _claude(_ASKED, **forced), 200),
-        (
-            "a budget for thoughts",
-            _claude(_ASKED, thinking={"type": "enabled", "budget_tokens": 31_999}),
-            200,
-        ),
+    thinks = {"type": "enabled", "budget_tokens": 31_999}
+    target, headers = "/v1/messages?beta=true", _headers(_CLAUDE_HEADERS)
+    for name, members, status in (
+        ("first turn", {}, 200),
+        ("turn with results of tools", {"messages": turns[:3]}, 200),
+        ("turn with a system message between", {"messages": turns}, 200),
+        ("a forced tool", forced, 200),
+        ("a budget for thoughts", {"thinking": thinks}, 200),
         ("look at the quota", {"max_tokens": 1, **small}, 200),
-        ("not streamed", _claude(_ASKED, stream=False), 200),
-        (
-            "a budget beyond the limit",
-            _claude(_ASKED, thinking={"type": "enabled", "budget_tokens": 32_000}),
-            400,
-        ),
-        ("a tool that a server runs", _claude(_ASKED, tools=[searching]), 400),
-        ("a document", _claude({"role": "user", "content": [{"type": "document"}]}), 400),
+        ("not streamed", {"stream": False}, 200),
+        ("a budget beyond the limit", {"thinking": thinks | {"budget_tokens": 32_000}}, 400),
+        ("a tool that a server runs", {"tools": [searching]}, 400),
+        ("a document", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, 400),
     ):
-        yield Wire(f"Claude Code, {name}", "/v1/messages?beta=true", _CLAUDE_HEADERS, body, status)
-    counted = {"messages": [_ASKED], "tools": _claude()["tools"]}
-    target = "/v1/messages/count_tokens?beta=true"
-    yield Wire("Claude Code, counts tokens", target, _CLAUDE_HEADERS, counted)
+        body = claude | {"messages": turns[:1]} | members
+        yield Wire(f"Claude Code, {name}", target, headers, body, status)
+    counted = {"messages": turns[:1], "tools": claude["tools"]}
+    target = target.replace("?", "/count_tokens?")
+    yield Wire("Claude Code, counts tokens", target, headers, counted)
+    patch = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
+    grammar = {"format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}}
+    space = {"type": "namespace", "name": "mcp__a", "description": "a"}
     secret = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAAB"}
-    for name, body, status in (
-        ("first turn", _codex(), 200),
-        ("turn with outputs of tools", _codex(*_RAN), 200),
-        ("a patch without a grammar", _codex(tools=(_PATCH,)), 200),
-        (
-            "tools in a namespace",
-            _codex(
-                tools=(
-                    {
-                        "type": "namespace",
-                        "name": "mcp__a",
-                        "description": "a",
-                        "tools": [_codex_tool("b")],
-                    },
-                )
-            ),
-            200,
-        ),
-        ("not streamed", _codex(stream=False), 200),
-        ("a patch by a grammar", _codex(tools=(_PATCH | _GRAMMAR,)), 400),
-        ("thoughts of another provider", _codex(secret), 400),
-        ("items that are compacted", _codex({"type": "compaction", "encrypted_content": "g"}), 400),
+    for name, items, tools, status in (
+        ("first turn", [], [], 200),
+        ("turn with outputs of tools", _sent(_CODEX_ITEMS), [], 200),
+        ("a patch without a grammar", [], [patch], 200),
+        ("tools in a namespace", [], [space | {"tools": codex["tools"][:1]}], 200),
+        ("not streamed", [], [], 200),
+        ("a patch by a grammar", [], [patch | grammar], 400),
+        ("thoughts of another provider", [secret], [], 400),
+        ("items that are compacted", [{"type": "compaction", "encrypted_content": "g"}], [], 400),
     ):
-        yield Wire(f"Codex, {name}", "/v1/responses", _CODEX_HEADERS, body, status)
+        body = codex | {"input": codex["input"] + items, "tools": codex["tools"] + tools}
+        body["stream"] = name != "not streamed"
+        yield Wire(f"Codex, {name}", RESPONSES, _headers(_CODEX_HEADERS), body, status)
 
 
-def check_agents(url: str, engine_url: str, model: str) -> Iterator[Result]:
-    """Send each to the proxy and to an engine, and compare the answers byte for byte but for ids."""
+def check_agents(url: str, engine_url: str, model: str, **members: Any) -> Iterator[Result]:
+    """Send each to the proxy and to an engine, and compare what the answers tell; `members` replace some."""
     for wire in wires():
-        ours, theirs = (send(one, wire, {"model": model}) for one in (url, engine_url))
-        fault = None
-        if theirs[0] != wire.status:
-            fault = f"the engine answers {theirs[0]}, not {wire.status}: {theirs[1][:200]}"
-        elif ours[0] != theirs[0] or _essence(ours[1]) != _essence(theirs[1]):
-            fault = f"{ours[0]} {ours[1][:300]} where {theirs[0]} {theirs[1][:300]} belongs"
+        limit = "max_output_tokens" if "input" in wire.body else "max_tokens"
+        own = {limit if name == "limit" else name: value for name, value in members.items()}
+        body, fault = wire.body | {"model": model} | own, None
+        try:
+            ours, theirs = (
+                CLIENT.post(one + wire.target, json=body, headers=wire.headers, timeout=120.0)
+                for one in (url, engine_url)
+            )
+            said = f"{ours.status_code} {ours.text[:300]} where {theirs.status_code} {theirs.text[:300]} belongs"
+            assert ours.status_code == theirs.status_code, said
+            assert members or ours.status_code == wire.status, said
+            stream = ours.status_code == 200 and wire.body.get("stream") is True
+            found = [told(one.text, stream=stream) for one in (ours, theirs)]
+            assert alike(*found), said
+        except (AssertionError, httpx.HTTPError) as error:
+            fault = str(error)
         yield Result("agents", wire.name, fault)
 
 
-def send(url: str, wire: Wire, members: dict[str, Any]) -> tuple[int, str]:
-    """Send a request with further members; return status and body, or 0 and what went wrong."""
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(
-        address.hostname or "", address.port, timeout=_TIMEOUT_S
-    )
-    try:
-        body = json.dumps(wire.body | members).encode()
-        connection.request("POST", wire.target, body, wire.headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
-    except (OSError, http.client.HTTPException) as error:
-        return 0, repr(error)
-    finally:
-        connection.close()
+# What is drawn: every kind, its prompt as no other, and its end at any length.
 
-
-def _essence(answer: str) -> str:
-    return _DRAWN.sub("", answer)
-
-
-# What must hold of the APIs that agents speak: messages and responses, through prefill and decode
-# legs.
-
-MESSAGES = "/v1/messages"
-RESPONSES = "/v1/responses"
-# Arguments that a grammar makes of random weights end by themselves.
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 _WORDS = (
     *("import", "class", "return", "yield", "lambda", "with", "open(path)", "except ValueError:"),
     *("def read(self):", "for line in file:", "naïve", "数据", "Straße", 'say "so"', "back\\slash"),
@@ -325,15 +229,9 @@ _WORDS = (
 # Texts of a long prompt; the context of the tiny model has 2,048 tokens.
 _LONG = 8
 # Without `strict` a grammar leaves the arguments free, and random weights make no object of them.
-_MESSAGES_TOOL = {
-    "name": "get_weather", "description": "The weather.", "input_schema": SCHEMA, "strict": True,
-}  # fmt: skip
-_TOOL = {
-    "type": "function", "name": "get_weather", "description": "The weather.", "parameters": SCHEMA,
-    "strict": True,
-}  # fmt: skip
-# As Claude Code sends it; vLLM leaves it out.
-_BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=0"}
+_WEATHER = {"name": "get_weather", "description": "The weather.", "strict": True}
+_MESSAGES_TOOL = _WEATHER | {"input_schema": CITY_SCHEMA}
+_TOOL = {"type": "function"} | _WEATHER | {"parameters": CITY_SCHEMA}
 # What differs between two right answers to one request, and what has another meaning on a decode rank.
 _OWN = (
     "id", "item_id", "call_id", "signature", "created_at", "sequence_number", "logprob",
@@ -347,39 +245,43 @@ _ARGUMENTS = ("response.function_call_arguments.delta", "response.custom_tool_ca
 _NOTHING = ("", {"type": "input_json_delta", "partial_json": ""})
 
 
+def _drawn(rng: random.Random, number: int, kinds: list[dict[str, Any]]) -> dict[str, Any]:
+    stream = {"stream": True} if number // len(kinds) % 2 else {}
+    limit = rng.randrange(1, 40)
+    body = {"model": "tiny", "temperature": 0, "max_tokens": limit, "max_output_tokens": limit}
+    del body["max_tokens" if "input" in kinds[0] else "max_output_tokens"]
+    return body | kinds[0] | kinds[number % len(kinds)] | stream
+
+
+def _text(rng: random.Random, number: int) -> str:
+    words = (rng.choice(_WORDS) for _ in range(rng.randrange(1, 30)))
+    return f"{number} {rng.getrandbits(32)} {' '.join(words)}"
+
+
 def draw_messages(rng: random.Random, number: int) -> dict[str, Any]:
     """Return a body for /v1/messages; its prompt begins as no other does."""
     text = _text(rng, number)
     user: dict[str, Any] = {"role": "user", "content": text}
-    body: dict[str, Any] = {"model": "tiny", "max_tokens": rng.randrange(1, 40), "temperature": 0}
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=0"}
+    cached = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+    forced = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
+    tools, long = {"tools": [_MESSAGES_TOOL]}, {"max_tokens": 200}
+    second = {"tools": [_MESSAGES_TOOL, _MESSAGES_TOOL | {"name": "second"}]}
     kinds: list[dict[str, Any]] = [
-        {},
+        {"messages": [user]},
         {"system": "Be brief."},
-        {
-            "system": [
-                _BILLING,
-                {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}},
-            ]
-        },
-        {"messages": _messages_turns(text), "tools": [_MESSAGES_TOOL]},
-        {"tools": [_MESSAGES_TOOL], "tool_choice": {"type": "any"}, "max_tokens": 200},
-        {"tools": [_MESSAGES_TOOL], "tool_choice": {"type": "none"}},
-        {
-            "tools": [_MESSAGES_TOOL, _MESSAGES_TOOL | {"name": "second"}],
-            "tool_choice": {
-                "type": "tool",
-                "name": "get_weather",
-                "disable_parallel_tool_use": True,
-            },
-            "max_tokens": 200,
-        },
-        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 200},
+        {"system": [billing, cached]},  # vLLM leaves the billing out.
+        {"messages": [user, *_sent(_CLAUDE_TURNS)[1:3]]} | tools,
+        {"tool_choice": {"type": "any"}} | tools | long,
+        {"tool_choice": {"type": "none"}} | tools,
+        {"tool_choice": forced} | second | long,
+        {"output_config": {"format": {"type": "json_schema", "schema": CITY_SCHEMA}}} | long,
         {"stop_sequences": ["e", "never said"]},
         {"messages": [user | {"content": " ".join(_text(rng, number) for _ in range(_LONG))}]},
         {"thinking": {"type": "adaptive"}, "metadata": {"user_id": "somebody"}, "max_tokens": 80},
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}, "top_k": 1},
     ]
-    return {"messages": [user]} | body | kinds[number % len(kinds)] | _stream(number, len(kinds))
+    return _drawn(rng, number, kinds)
 
 
 def draw_responses(rng: random.Random, number: int) -> dict[str, Any]:
@@ -387,58 +289,76 @@ def draw_responses(rng: random.Random, number: int) -> dict[str, Any]:
     text = _text(rng, number)
     said = [{"type": "input_text", "text": text}]
     item: dict[str, Any] = {"type": "message", "role": "user", "content": said}
-    body: dict[str, Any] = {
-        "model": "tiny",
-        "max_output_tokens": rng.randrange(1, 40),
-        "temperature": 0,
-    }
-    begun = {"type": "message", "role": "assistant", "status": "incomplete"}
-    schema = {"type": "json_schema", "name": "weather", "schema": SCHEMA, "strict": True}
-    hosted = [_TOOL, {"type": "web_search"}]
+    half: dict[str, Any] = {"type": "message", "role": "assistant", "status": "incomplete"}
+    half |= {"content": [{"type": "output_text", "text": "It is"}]}
+    developer = {"type": "message", "role": "developer", "content": "Be brief."}
+    then = {"type": "message", "role": "user", "content": "And then?"}
+    schema = {"type": "json_schema", "name": "weather", "schema": CITY_SCHEMA, "strict": True}
+    hosted = {"tools": [_TOOL, {"type": "web_search"}]}
+    named = {"tool_choice": {"type": "function", "name": "get_weather"}}
+    required, long = {"tool_choice": "required"}, {"max_output_tokens": 200}
     space = {"type": "namespace", "name": "home", "description": "All.", "tools": [_TOOL]}
     custom = {"type": "custom", "name": "edit", "description": "Edits a file."}
     codex = {"store": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "a"}
     kinds: list[dict[str, Any]] = [
-        {},
+        {"input": text},
         {"instructions": "Be brief.", "input": [item]},
-        {"input": _items(item), "tools": hosted, "tool_choice": "auto"},
-        {"tools": hosted, "tool_choice": "required", "max_output_tokens": 200},
-        {
-            "tools": hosted,
-            "tool_choice": {"type": "function", "name": "get_weather"},
-            "max_output_tokens": 200,
-        },
-        {"tools": [space], "tool_choice": "required", "max_output_tokens": 200},
-        {"tools": [custom], "tool_choice": "required", "max_output_tokens": 30},
-        {"text": {"format": schema}, "max_output_tokens": 200},
+        {"input": [developer, item, *_sent(_CODEX_ITEMS)[:4], then], "tool_choice": "auto"}
+        | hosted,
+        hosted | required | long,
+        hosted | named | long,
+        {"tools": [space]} | required | long,
+        {"tools": [custom], "max_output_tokens": 30} | required,
+        {"text": {"format": schema}} | long,
         {"stop": ["e"]},  # A longer one holds text back, which thoughts do not survive.
         {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
         {"temperature": 0.8, "seed": number, "top_p": 0.9},
-        {"input": [item, begun | {"content": [{"type": "output_text", "text": "It is"}]}]},
+        {"input": [item, half]},
         codex | {"reasoning": {"effort": "low", "summary": "auto"}, "parallel_tool_calls": False},
         {"input": " ".join(_text(rng, number) for _ in range(_LONG))},
     ]
-    return {"input": text} | body | kinds[number % len(kinds)] | _stream(number, len(kinds))
+    return _drawn(rng, number, kinds)
 
 
-def long_prompt(path: str, number: int, words: int) -> dict[str, Any]:
-    """Return a body with a prompt of so many words, to be answered with a few tokens."""
-    text = f"{number} " + " ".join(f"w{i}" for i in range(words))
+def _one_message(path: str, parts: object, limit: int = 4) -> dict[str, Any]:
+    """Return a body for either API with one message of a user."""
+    said: Any = [{"role": "user", "content": parts}]
     if path == RESPONSES:
-        return {"model": "tiny", "input": text, "max_output_tokens": 4, "temperature": 0}
-    messages = [{"role": "user", "content": text}]
-    return {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0}
+        return {"model": "tiny", "input": said, "max_output_tokens": limit, "temperature": 0}
+    return {"model": "tiny", "messages": said, "max_tokens": limit, "temperature": 0}
 
 
-def with_image(path: str, image: str) -> dict[str, Any]:
-    """Return a body with an image, a PNG in base64."""
-    if path == RESPONSES:
-        part = {"type": "input_image", "image_url": f"data:image/png;base64,{image}"}
-        said = [{"type": "message", "role": "user", "content": [part]}]
-        return {"model": "tiny", "input": said, "max_output_tokens": 4}
-    source = {"type": "base64", "media_type": "image/png", "data": image}
-    messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
-    return {"model": "tiny", "messages": messages, "max_tokens": 4}
+def same(path: str, ours: Any, theirs: Any, *, stream: bool) -> None:
+    """Compare two answers as `ask` returns them. Raises AssertionError."""
+    if path not in (MESSAGES, RESPONSES):
+        assert_equal(essence(ours), essence(theirs))
+        assert not stream or len(names_of(ours)) == 1, names_of(ours)
+        ids = [ids_of(answer) for answer in (ours, theirs)] if path == GENERATE else []
+        assert ids[:1] == ids[1:], ids
+        return
+    one, other = (told(answer, stream=stream) for answer in (ours, theirs))
+    for mine, its in zip(one, other, strict=False):
+        assert alike(mine, its), f"{mine} where {its} belongs"
+    assert len(one) == len(other), f"{len(one)} events for {len(other)}"
+
+
+def compare_all(
+    proxy: Proxy, engine: Engine, asked: Sequence[tuple[str, dict[str, Any]]], at_a_time: int = 4
+) -> None:
+    """Compare the proxy's answers with one engine's. Raises AssertionError."""
+
+    def difference(one: tuple[str, dict[str, Any]]) -> str:
+        path, body = one
+        try:
+            answers = [ask(url, path, body, timeout_s=240.0) for url in (proxy.url, engine.url)]
+            same(path, *answers, stream=bool(body.get("stream")))
+        except (AssertionError, httpx.HTTPError) as error:
+            return f"{path}: {body}: {error!r}"
+        return ""
+
+    with ThreadPoolExecutor(at_a_time) as threads:
+        wrong = [*filter(None, threads.map(difference, asked))]
+    assert not wrong, f"{len(wrong)} of {len(asked)} differ: {wrong[0]}"
 
 
 def told(answer: str, *, stream: bool) -> list[Any]:
@@ -552,63 +472,16 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in told]
 
 
-def _text(rng: random.Random, number: int) -> str:
-    words = (rng.choice(_WORDS) for _ in range(rng.randrange(1, 30)))
-    return f"{number} {rng.getrandbits(32)} {' '.join(words)}"
-
-
-def _stream(number: int, kinds: int) -> dict[str, Any]:
-    return {"stream": True} if number // kinds % 2 else {}
-
-
-def _messages_turns(text: str) -> list[dict[str, Any]]:
-    thought = {"type": "thinking", "thinking": "Hm.", "signature": "0"}
-    call = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Oslo"}}
-    result = {"type": "tool_result", "tool_use_id": "toolu_1"}
-    return [
-        {"role": "user", "content": [{"type": "text", "text": text}]},
-        {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, call]},
-        {
-            "role": "user",
-            "content": [
-                result | {"content": [{"type": "text", "text": "Rain."}]},
-                {"type": "text", "text": "And then?"},
-            ],
-        },
-    ]
-
-
-def _items(first: dict[str, Any]) -> list[dict[str, Any]]:
-    call = {"name": "get_weather", "arguments": '{"city": "Oslo"}', "call_id": "call_1"}
-    said = [{"type": "output_text", "text": "Rain."}]
-    return [
-        {"type": "message", "role": "developer", "content": "Be brief."},
-        first,
-        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None},
-        {"type": "function_call"} | call,
-        {"type": "function_call_output", "call_id": "call_1", "output": "Rain."},
-        {"type": "message", "role": "assistant", "content": said},
-        {"type": "message", "role": "user", "content": "And then?"},
-    ]
-
-
-# What must hold of the APIs that agents speak: messages and responses, through prefill and decode
-# legs.
+# What must hold of the APIs that agents speak, through prefill and decode legs.
 
 REQUESTS = 200
 """So many of each API are compared."""
 
-_AT_A_TIME = 4
-_WIRE_TOKENS = 40
-_OK = 200
 # Of what ranks have of prompts, they compute no more than the last token of each.
 _COMPUTED = 0.1
-_TRIALS = 7
-_STREAMS = 6
-_STREAMED_TOKENS = 800
+_TRIALS, _STREAMS, _STREAMED_TOKENS = 7, 6, 800
 # How much longer than by chat others may wait. Below the floor a gap is the machine's own.
-_LONGER = 1.5
-_FLOOR_S = 0.015
+_LONGER, _FLOOR_S = 1.5, 0.015
 
 
 class AgentChecks(Checks):
@@ -629,54 +502,57 @@ class AgentChecks(Checks):
     def check_responses_are_those_of_one_engine(self) -> str:
         return self._compare(RESPONSES, draw_responses)
 
+    def _compare(self, path: str, draw: Callable[[random.Random, int], dict[str, Any]]) -> str:
+        rng, before = random.Random(path), self._counts()
+        asked = [(path, draw(rng, number)) for number in range(REQUESTS)]
+        with self._fleet.proxy(f"agents-{path.rpartition('/')[2]}") as proxy:
+            compare_all(proxy, self._prefiller, asked)
+        pulled = self._had_from_prefillers(before)
+        streamed = sum(bool(body.get("stream")) for _, body in asked)
+        return f"{len(asked)} requests, {streamed} streamed; {pulled:.0f} prompt tokens pulled"
+
     def check_what_an_engine_refuses_of_agents_is_refused_in_its_words(self) -> str:
-        ask = {"messages": [{"role": "user", "content": "a"}], "model": "tiny", "max_tokens": 4}
-        said = {"input": "a", "model": "tiny"}
         grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
         hosted = {"type": "web_search_20250305", "name": "web_search"}
+        source = {"type": "base64", "media_type": "image/png", "data": IMAGE}
+        image = {"type": "input_image", "image_url": f"data:image/png;base64,{IMAGE}"}
+        messages, responses = (_one_message(path, "a") for path in (MESSAGES, RESPONSES))
         refused: list[tuple[str, dict[str, Any]]] = [
-            *((path, with_image(path, IMAGE)) for path in (MESSAGES, RESPONSES)),
-            (MESSAGES, ask | {"max_tokens": 0}),
-            (MESSAGES, ask | {"max_tokens": 100_000}),
-            (MESSAGES, ask | {"tools": [hosted]}),
-            (MESSAGES, ask | {"temperature": -1}),
-            (MESSAGES, ask | {"thinking": {"type": "enabled", "budget_tokens": 2048}}),
-            (RESPONSES, said | {"max_output_tokens": 0}),
-            (RESPONSES, said | {"tools": [{"type": "custom", "name": "a", "format": grammar}]}),
-            (RESPONSES, said | {"tools": [{"type": "nothing"}]}),
-            (RESPONSES, said | {"tool_choice": "required"}),
-            (RESPONSES, said | {"input": [{"type": "item_reference", "id": "a"}]}),
-            (RESPONSES, said | {"prompt": {"id": "a"}}),
+            (MESSAGES, _one_message(MESSAGES, [{"type": "image", "source": source}])),
+            (RESPONSES, _one_message(RESPONSES, [image])),
+            (MESSAGES, messages | {"max_tokens": 0}),
+            (MESSAGES, messages | {"max_tokens": 100_000}),
+            (MESSAGES, messages | {"tools": [hosted]}),
+            (MESSAGES, messages | {"temperature": -1}),
+            (MESSAGES, messages | {"thinking": {"type": "enabled", "budget_tokens": 2048}}),
+            (RESPONSES, responses | {"max_output_tokens": 0}),
+            (
+                RESPONSES,
+                responses | {"tools": [{"type": "custom", "name": "a", "format": grammar}]},
+            ),
+            (RESPONSES, responses | {"tools": [{"type": "nothing"}]}),
+            (RESPONSES, responses | {"tool_choice": "required"}),
+            (RESPONSES, responses | {"input": [{"type": "item_reference", "id": "a"}]}),
+            (RESPONSES, responses | {"prompt": {"id": "a"}}),
         ]
         with self._fleet.proxy("agents-refused") as proxy:
             for path, body in refused:
-                ours, theirs = (
-                    CLIENT.post(f"{url}{path}", json=body, timeout=60.0)
-                    for url in (proxy.url, self._prefiller.url)
-                )
+                ours, theirs = self._both(proxy, path, body)
                 words = [one.json()["error"]["message"] for one in (ours, theirs)]
                 # The types of Anthropic's errors are vLLM's own until 0.33.
-                same = words[0] == words[1] and (path == MESSAGES or ours.json() == theirs.json())
-                assert same, f"{body}: {ours.text[:200]} and {theirs.text[:200]}"
+                as_is = words[0] == words[1] and (path == MESSAGES or ours.json() == theirs.json())
+                assert as_is, f"{body}: {ours.text[:200]} and {theirs.text[:200]}"
                 assert ours.status_code == 400, f"{body}: {ours.text[:200]}"
         return f"{len(refused)} of them, images among them: the tiny models take none"
 
     def check_claude_code_and_codex_get_what_one_engine_answers(self) -> str:
-        statuses: Counter[int] = Counter()
+        # The tiny models' context is short, and equal answers need no chance.
+        members = {"temperature": 0, "limit": 40}
         with self._fleet.proxy("agents-wires") as proxy:
-            for wire in wires():
-                # The tiny models' context is short, and equal answers need no chance.
-                limit = "max_output_tokens" if "input" in wire.body else "max_tokens"
-                members = {"model": "tiny", "temperature": 0, limit: _WIRE_TOKENS}
-                answers = []
-                for url in (proxy.url, self._prefiller.url):
-                    status, text = send(url, wire, members)
-                    stream = status == _OK and wire.body.get("stream") is True
-                    answers.append((status, told(text, stream=stream)))
-                assert answers[0] == answers[1], f"{wire.name}: {answers[0]} and {answers[1]}"
-                statuses[answers[0][0]] += 1
-        seen = ", ".join(f"{count} of {status}" for status, count in sorted(statuses.items()))
-        return f"{statuses.total()} requests, answered with {seen}"
+            found = list(check_agents(proxy.url, self._prefiller.url, "tiny", **members))
+        wrong = [f"{one.check}: {one.fault}" for one in found if one.fault]
+        assert not wrong, wrong
+        return f"{len(found)} requests, answered as one engine does"
 
     def check_a_long_prompt_of_an_agent_holds_up_nobody(self) -> str:
         gaps: dict[str, list[float]] = {CHAT: [], MESSAGES: [], RESPONSES: []}
@@ -693,37 +569,6 @@ class AgentChecks(Checks):
         return f"longest gap of {_STREAMS} streams, median of {_TRIALS}: {seen}"
 
     # How it is done.
-
-    def _compare(self, path: str, draw: Callable[[random.Random, int], dict[str, Any]]) -> str:
-        before = self._counts()
-        rng = random.Random(path)
-        bodies = [draw(rng, number) for number in range(REQUESTS)]
-        name = f"agents-{path.rpartition('/')[2]}"
-        with self._fleet.proxy(name) as proxy, ThreadPoolExecutor(_AT_A_TIME) as pool:
-            found = pool.map(lambda body: self._difference(proxy, path, body), bodies)
-            wrong = list(filter(None, found))
-        assert not wrong, f"{len(wrong)} of {len(bodies)} differ: {wrong[0]}"
-        pulled = self._had_from_prefillers(before)
-        streamed = sum(bool(body.get("stream")) for body in bodies)
-        return f"{len(bodies)} requests, {streamed} streamed; {pulled:.0f} prompt tokens pulled"
-
-    def _difference(self, proxy: Proxy, path: str, body: dict[str, Any]) -> str:
-        """Return how an answer differs from the single engine's; empty if it does not."""
-        stream = bool(body.get("stream"))
-        answers = []
-        try:
-            for url in (proxy.url, self._prefiller.url):
-                answer = CLIENT.post(f"{url}{path}", json=body, timeout=240.0)
-                assert answer.status_code == 200, f"{answer.status_code}: {answer.text[:300]}"
-                answers.append(told(answer.text, stream=stream))
-        except (AssertionError, httpx.HTTPError) as error:
-            return f"{body}: {error!r}"
-        if alike(*answers):
-            return ""
-        for one, other in zip(*answers, strict=False):
-            if not alike(one, other):
-                return f"{body}: {one} where {other} belongs"
-        return f"{body}: {len(answers[0])} events for {len(answers[1])}"
 
     def _had_from_prefillers(self, before: tuple[float, float]) -> float:
         """Return the prompt tokens that decode ranks have had from elsewhere since `before`.
@@ -748,47 +593,22 @@ class AgentChecks(Checks):
 
     def _longest_gap(self, proxy: Proxy, path: str, number: int) -> float:
         """Return the longest time without an event of any stream while a long prompt is served."""
-        streams = [_Stream(proxy, f"{number} {path} {i}") for i in range(_STREAMS)]
-        until(lambda: all(len(one.times) > 1 for one in streams), "all streams", step_s=0.01)
+        more = {"max_tokens": _STREAMED_TOKENS, "stream": True, "ignore_eos": True}
+        asked = [chat(f"{number} {path} {i}", **more) for i in range(_STREAMS)]
+        streams = begun(proxy, asked)
         begin_s = time.monotonic()
-        body = long_prompt(path, number, self._long_words)
-        answer = CLIENT.post(f"{proxy.url}{path}", json=body, timeout=120.0)
+        text = f"{number} " + " ".join(f"w{i}" for i in range(self._long_words))
+        answer = CLIENT.post(proxy.url + path, json=_one_message(path, text), timeout=120.0)
         assert answer.status_code == 200, answer.text[:300]
         end_s = time.monotonic()
         time.sleep(0.05)
-        for one in streams:
-            one.leave()
-        gaps = [gap for one in streams for gap in one.gaps(begin_s, end_s)]
+        gaps = [gap for one in streams for gap in _gaps(one, begin_s, end_s)]
         assert gaps, "the streams ended too soon"
         return max(gaps)
 
 
-class _Stream:
-    """A streamed chat whose events are timed."""
-
-    def __init__(self, proxy: Proxy, text: str) -> None:
-        self.times: list[float] = []  # When each came, on the monotonic clock.
-        self._left = False
-        path, body = chat(text, max_tokens=_STREAMED_TOKENS, stream=True, ignore_eos=True)
-        self._url, self._body = f"{proxy.url}{path}", body
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def gaps(self, begin_s: float, end_s: float) -> list[float]:
-        """Return the times between events of which the later one came between two moments."""
-        pairs = zip(self.times, self.times[1:], strict=False)
-        return [
-            later - earlier for earlier, later in pairs if begin_s <= later and earlier <= end_s
-        ]
-
-    def leave(self) -> None:
-        """Read no further, and wait until the connection is closed."""
-        self._left = True
-        self._thread.join(60.0)
-
-    def _read(self) -> None:
-        with CLIENT.stream("POST", self._url, json=self._body, timeout=240.0) as answer:
-            for _ in answer.iter_raw():
-                self.times.append(time.monotonic())
-                if self._left:
-                    return
+def _gaps(stream: Streaming, begin_s: float, end_s: float) -> list[float]:
+    """Leave a stream; return the times between events that were not all before or behind two moments."""
+    stream.leave()
+    pairs = zip(stream.times, stream.times[1:], strict=False)
+    return [later - earlier for earlier, later in pairs if begin_s <= later and earlier <= end_s]

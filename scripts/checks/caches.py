@@ -4,25 +4,21 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from balanceroute.proxy.core.events import PrefillerId, Ticket
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, token_hashes
-from balanceroute.proxy.live.engines.kv_feed import (
-    KvEventSource,
-    KvFeed,
-)
-from balanceroute.proxy.live.engines.kv_subscriber import (
-    subscribe,
-)
+from balanceroute.proxy.live.engines.kv_feed import KvEventSource, KvFeed
+from balanceroute.proxy.live.engines.kv_subscriber import subscribe
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.prompt_keys import prompt_blocks, prompt_name
 from balanceroute.proxy.live.openai.shape import Api
@@ -34,11 +30,12 @@ from checks.fleet import (
     Fleet,
     Proxy,
     ask,
+    completion,
     metric,
     told_by,
     until,
 )
-from checks.legs import TraceChecks, completion
+from checks.legs import TraceChecks
 
 _QUERIES, _HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
 # Three times what the engine's 512 blocks hold, in families that share a beginning.
@@ -64,19 +61,16 @@ class KvChecks(Checks):
 
     def check_events_tell_what_the_engine_finds(self) -> str:
         blocks, rng = EngineBlocks(BLOCK_TOKENS), random.Random(7)
-        self._compute(_prompt(rng, 0))  # Before anybody listens.
+        ask(self._prefiller.url, *completion(_prompt(rng, 0), max_tokens=1))  # Nobody listens yet.
         with self._heard(blocks):
             until(lambda: blocks.blocks(_P) > 0, "what was published before is known")
-            queries, hits = self._counters()
-            expected = 0
+            expected = asked = found = 0.0
             for _ in range(_PROMPTS):
                 prompt = _prompt(rng, rng.randrange(_FAMILIES))
                 expected += BLOCK_TOKENS * _known(blocks, prompt)
-                self._compute(prompt)
+                more, hits = self._counted(*completion(prompt, max_tokens=1))
+                asked, found = asked + more, found + hits
                 until(partial(_is_whole, blocks, prompt), "a prompt's blocks are told")
-            asked, found = (
-                now - before for now, before in zip(self._counters(), (queries, hits), strict=True)
-            )
             told, truth = expected / asked, found / asked
             assert truth > 0.1, f"found {truth}"
             assert abs(told - truth) <= _MOST_APART, f"expected {told}, found {truth}"
@@ -87,33 +81,34 @@ class KvChecks(Checks):
 
     def check_events_tell_the_tokens_of_texts_on_every_route(self) -> str:
         blocks, rng = EngineBlocks(BLOCK_TOKENS), random.Random(8)
-        seen = []
         with self._heard(blocks):
-            for api, asked in _ROUTES.items():
-                told = found = total = 0
-                for _ in range(_TALKS):
-                    said = [f"{api.value} {rng.random()}"]
-                    for lines in _TURNS:
-                        said.append(
-                            "\n".join(_LINE.format(rng.randrange(100)) for _ in range(lines))
-                        )
-                        body = {"model": "tiny", **asked(said)}
-                        name, texts = _named(api, body)
-                        known = blocks.leading(_P, blocks.texts.tokens(texts))
-                        queries, hits = self._counters()
-                        ask(self._prefiller.url, api.value, body, headers={"x-session-id": name})
-                        until(partial(_is_told, blocks, texts), "the tokens of a text are told")
-                        asked_for, had = (
-                            now - before
-                            for now, before in zip(self._counters(), (queries, hits), strict=True)
-                        )
-                        # What is told is there; of the last piece of the text nothing is.
-                        assert BLOCK_TOKENS * known <= had, f"{known} blocks told, {had} tokens had"
-                        told, found = told + BLOCK_TOKENS * known, found + int(had)
-                        total += int(asked_for)
-                assert told > _LEAST_TOLD * found > 0, f"{api.value}: {told} of {found} tokens"
-                seen.append(f"{api.value} {told} of {found} cached (of {total})")
-        return "; ".join(seen)
+            return "; ".join(self._of_texts(blocks, rng, api) for api in _ROUTES)
+
+    def _of_texts(self, blocks: EngineBlocks, rng: random.Random, api: Api) -> str:
+        told = found = total = 0.0
+        for _ in range(_TALKS):
+            said = [f"{api.value} {rng.random()}"]
+            for lines in _TURNS:
+                said.append("\n".join(_LINE.format(rng.randrange(100)) for _ in range(lines)))
+                body = {"model": "tiny", **_ROUTES[api](said)}
+                name, texts = _named(api, body)
+                known = BLOCK_TOKENS * blocks.leading(_P, blocks.texts.tokens(texts))
+                asked, had = self._counted(api.value, body, {"x-session-id": name})
+                until(partial(_is_told, blocks, texts), "the tokens of a text are told")
+                # What is told is there; of the last piece of the text nothing is.
+                assert known <= had, f"{known} tokens told, {had} had"
+                told, found, total = told + known, found + had, total + asked
+        assert told > _LEAST_TOLD * found > 0, f"{api.value}: {told} of {found} tokens"
+        return f"{api.value} {told:.0f} of {found:.0f} cached (of {total:.0f})"
+
+    def _counted(
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[float, float]:
+        """Ask the prefiller; return how many prompt tokens it looked up, and how many it had."""
+        before = [self._prefiller.metric(name) for name in (_QUERIES, _HITS)]
+        ask(self._prefiller.url, path, body, headers=headers)
+        queries, hits = (self._prefiller.metric(name) for name in (_QUERIES, _HITS))
+        return queries - before[0], hits - before[1]
 
     def _of_a_proxy(self, blocks: int) -> str:
         """Have a proxy come late and know the same; return how many blocks."""
@@ -123,12 +118,6 @@ class KvChecks(Checks):
         with self._fleet.proxy("kv events", *flags) as proxy:
             until(lambda: _cached_blocks(proxy) == blocks, f"the proxy knows {blocks} blocks")
         return f"a proxy that comes later knows all {blocks} blocks"
-
-    def _compute(self, prompt: list[int]) -> None:
-        ask(self._prefiller.url, *completion(prompt, max_tokens=1))
-
-    def _counters(self) -> tuple[float, float]:
-        return self._prefiller.metric(_QUERIES), self._prefiller.metric(_HITS)
 
     @contextmanager
     def _heard(self, blocks: EngineBlocks) -> Iterator[None]:
@@ -203,7 +192,6 @@ _SHORT, _LONG = 8, 4
 _CONVERSATIONS, _LOCAL_TURNS = 6, 4
 # Of a conversation's first prompt, and of what a client adds in a turn.
 _FIRST_TOKENS, _FURTHER_TOKENS, _ANSWER_TOKENS = 300, 90, 24
-_LOCAL_HITS = "vllm:prefix_cache_hits_total"
 _STRAIGHT = "balanceroute_local_prefills_total"
 
 
@@ -313,7 +301,7 @@ class LocalityChecks(Checks):
 
     def _hits(self) -> dict[str, float]:
         """Return the prompt tokens that each rank found in its cache, by its name."""
-        return {one.url: one.metric(_LOCAL_HITS) for one in self._fleet.decoders}
+        return {one.url: one.metric(_HITS) for one in self._fleet.decoders}
 
 
 # A mixture of experts whose ranks share a barrier, as prefiller and as decode engine.
@@ -397,12 +385,9 @@ def _grown(before: list[float], after: list[float]) -> list[int]:
     return [int(new - old) for old, new in zip(before, after, strict=True)]
 
 
-# What is seen of engines from outside: by an audit, and by a second proxy before the same
-# engines.
+# What is seen of engines from outside.
 
-_WATCHED_MINUTES = 0.5
-_CLIENTS = 12
-_OTHERS = "balanceroute_rank_other_requests"
+_WATCHED_MINUTES, _CLIENTS, _TOKENS = 0.5, 12, 150
 
 
 class AuditChecks(Checks):
@@ -412,7 +397,7 @@ class AuditChecks(Checks):
         command = ["audit", "--prefill", *(engine.url for engine in self._fleet.prefillers)]
         command += ["--decode", *(engine.url for engine in self._fleet.decoders)]
         command += ["--minutes", str(_WATCHED_MINUTES), "--interval-s", "0.2"]
-        with self._fleet.proxy("audited", "--policy", "jsq") as proxy, _busy(proxy, 150):
+        with self._fleet.proxy("audited", "--policy", "jsq") as proxy, _busy(proxy):
             told = told_by(*command, into=self._fleet.folder / "audit.json")
         assert len(told["ranks"]) == len(self._fleet.decoders), told["ranks"]
         assert 0.0 < told["idle_fraction"] < 1.0, told
@@ -427,41 +412,17 @@ class AuditChecks(Checks):
             f"unknown: {', '.join(unknown) or 'nothing'}"
         )
 
-    def check_two_proxies_see_what_the_other_has(self) -> str:
-        with (
-            self._fleet.proxy("first") as first,
-            _busy(first, 1_500),
-            self._fleet.proxy("second") as second,
-        ):
-            until(lambda: sum(self._bound(first)) == _CLIENTS, "all requests run")
-            until(lambda: self._others(second) == self._bound(first), "the second sees them")
-            seen = self._others(second)
-            assert self._others(first) == [0] * len(seen), "the first sees others where none are"
-            answer = ask(second.url, *completion("one two three", max_tokens=4))
-            assert answer["usage"]["completion_tokens"] == 4, answer
-        return f"{seen} requests on the ranks"
-
-    def _bound(self, proxy: Proxy) -> list[float]:
-        return self._by_rank(proxy, "balanceroute_rank_bound_requests")
-
-    def _others(self, proxy: Proxy) -> list[float]:
-        return self._by_rank(proxy, _OTHERS)
-
-    def _by_rank(self, proxy: Proxy, name: str) -> list[float]:
-        ranks = range(len(self._fleet.decoders))
-        return [metric(proxy.admin_url, name, rank=str(rank)) for rank in ranks]
-
 
 @contextmanager
-def _busy(proxy: Proxy, tokens: int) -> Iterator[None]:
-    """Keep as many requests running as there are clients, of about so many tokens each."""
+def _busy(proxy: Proxy) -> Iterator[None]:
+    """Keep as many requests running as there are clients."""
     ended = Event()
 
     def run(number: int) -> None:
         while not ended.is_set():
             number += _CLIENTS
             prompt = [1 + (7 * number) % 97] * (20 + 37 * number % 300)
-            limit = tokens - 13 * (number % 7)
+            limit = _TOKENS - 13 * (number % 7)
             ask(proxy.url, *completion(prompt, max_tokens=limit, ignore_eos=True), timeout_s=600.0)
 
     with ThreadPoolExecutor(_CLIENTS) as clients:

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from experiment import proxy_before
 
@@ -197,7 +197,6 @@ _ENVIRONMENT = VARIABLES | {
     "UCX_TLS": "tcp,sm,self",
     "UCX_NET_DEVICES": "lo",
 }
-_SAMPLE = re.compile(r"(?P<name>[a-z_:]+)(\{(?P<labels>[^}]*)\})? (?P<value>\S+)")
 
 
 @dataclass(frozen=True)
@@ -255,23 +254,17 @@ class Engine:
         # Half of an engine's start is imports, twice as long without the bytecode of the first.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self._environment = environment
-        self._start()
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=log, env=self._environment, start_new_session=True
             )
 
-    def begin_again(self) -> None:
-        """Start it again, if it lives or not."""
-        self.end()
-        self._start()
-
     def restart(self) -> None:
         """Start it again, if it lives or not, and wait until it serves."""
-        self.begin_again()
-        self.wait(time.monotonic() + _START_S)
+        restart_together([self])
 
     @property
     def kv_addresses(self) -> tuple[str, str]:
@@ -282,16 +275,13 @@ class Engine:
 
     def wait(self, deadline_s: float) -> None:
         """Wait until it serves."""
-        while True:
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                tail = self.log.read_text(errors="replace")[-3000:]
-                raise SystemExit(f"engine {self.name} did not start:\n{tail}")
-            try:
+        while self._process.poll() is None and time.monotonic() < deadline_s:
+            with suppress(httpx.HTTPError):
                 if CLIENT.get(f"{self.url}/health", timeout=2.0).status_code == 200:
                     return
-            except httpx.HTTPError:
-                pass
             time.sleep(0.5)
+        tail = self.log.read_text(errors="replace")[-3000:]
+        raise SystemExit(f"engine {self.name} did not start:\n{tail}")
 
     def processes(self, word: str) -> list[int]:
         """Return its processes that have a word in their command lines."""
@@ -342,7 +332,12 @@ class Engine:
 def restart_together(engines: Sequence[Engine]) -> None:
     """Start engines again that wait for each other, and wait until they serve."""
     for engine in engines:
-        engine.begin_again()
+        engine.end()
+        engine.start()
+    _await(engines)
+
+
+def _await(engines: Sequence[Engine]) -> None:
     deadline_s = time.monotonic() + _START_S
     for engine in engines:
         engine.wait(deadline_s)
@@ -350,38 +345,29 @@ def restart_together(engines: Sequence[Engine]) -> None:
 
 @contextmanager
 def running(orders: Sequence[Order], folder: Path) -> Iterator[list[Engine]]:
-    """Run engines, started at the same time."""
+    """Run engines, started and ended at the same time."""
     # As control-C does: the engines are groups of their own, which nobody else would end.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with ExitStack() as stack:
-        engines: list[Engine] = []
-        for order in orders:
-            engine = Engine(order, folder)
-            stack.callback(engine.end)
-            engines.append(engine)
-        # The last callback runs first: all of them end at the same time.
-        stack.callback(_ask_to_end, engines)
-        deadline_s = time.monotonic() + _START_S
-        for engine in engines:
-            engine.wait(deadline_s)
+    engines: list[Engine] = []
+    try:
+        engines.extend(Engine(order, folder) for order in orders)
+        _await(engines)
         yield engines
-
-
-def _ask_to_end(engines: Sequence[Engine]) -> None:
-    for engine in engines:
-        engine.ask_to_end()
+    finally:
+        for engine in engines:
+            engine.ask_to_end()
+        for engine in engines:
+            engine.end()
 
 
 def metric(url: str, name: str, **labels: str) -> float:
     """Return the sum of the samples of a metric at `url` that have these labels."""
-    total = 0.0
-    for line in CLIENT.get(f"{url}/metrics", timeout=10.0).text.splitlines():
-        sample = _SAMPLE.fullmatch(line)
-        if sample is not None and sample["name"] == name:
-            has = dict(re.findall(r'(\w+)="([^"]*)"', sample["labels"] or ""))
-            if labels.items() <= has.items():
-                total += float(sample["value"])
-    return total
+    page = CLIENT.get(f"{url}/metrics", timeout=10.0).text
+    lines = "\n".join(line for line in page.splitlines() if line.startswith(name))
+    samples = (one for family in text_string_to_metric_families(lines) for one in family.samples)
+    return sum(
+        one.value for one in samples if one.name == name and labels.items() <= one.labels.items()
+    )
 
 
 def free_port(count: int = 1) -> int:
@@ -441,14 +427,13 @@ class Proxy:
 
     def line_of(self, request_id: str) -> dict[str, Any]:
         """Return what the log says of a request that has ended."""
-        deadline_s = time.monotonic() + 10.0
-        while time.monotonic() < deadline_s:
-            for text in self.log.read_text().splitlines():
-                line: dict[str, Any] = json.loads(text)
-                if line.get("request_id") == request_id:
-                    return line
-            time.sleep(0.1)
-        raise AssertionError(f"no line of request {request_id} in the log")
+
+        def lines() -> list[dict[str, Any]]:
+            told = map(json.loads, self.log.read_text().splitlines())
+            return [line for line in told if line.get("request_id") == request_id]
+
+        until(lambda: bool(lines()), f"a line of request {request_id} in the log", limit_s=10.0)
+        return lines()[0]
 
 
 @dataclass(frozen=True)
@@ -508,6 +493,11 @@ class Checks:
         """Compare an answer with that of one engine, the prefiller if none is named."""
         assert_equal(essence(answer), essence(ask((of or self._prefiller).url, path, body)))
 
+    def _both(self, proxy: Proxy, path: str, body: dict[str, Any]) -> list[httpx.Response]:
+        """Return what the proxy and the prefiller answer."""
+        urls = (proxy.url, self._prefiller.url)
+        return [CLIENT.post(url + path, json=body, timeout=60.0) for url in urls]
+
     def _prompt_tokens(self, *sources: str) -> float:
         """Return the prompt tokens of all decode engines that came from some sources."""
         return sum(
@@ -545,7 +535,29 @@ def until(
     return time.monotonic() - begin_s
 
 
-# Answers of a real engine, reduced to what two engines must agree on, and compared.
+# Requests; answers of a real engine, reduced to what two engines must agree on, and compared.
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+GENERATE = "/inference/v1/generate"
+# The smallest PNG there is; the tiny model takes no image, so that the refusal is compared.
+IMAGE = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
+    "awAAAABJRU5ErkJggg=="
+)
+
+
+def chat(text: str, **values: Any) -> tuple[str, dict[str, Any]]:
+    """Return the path and body of a greedy chat request."""
+    said = {"messages": [{"role": "user", "content": text}]}
+    return CHAT, {"model": "tiny", **said, "max_tokens": 24, "temperature": 0} | values
+
+
+def completion(prompt: Any, **values: Any) -> tuple[str, dict[str, Any]]:
+    """Return the path and body of a greedy completion request."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0}
+    return COMPLETIONS, body | values
+
 
 # Of messages and responses; the last one is of vLLM 0.33 where the limit was reached.
 LAST = ("message_stop", "response.completed", "response.incomplete")
@@ -566,11 +578,15 @@ def ask(
 ) -> Any:
     """Return what a request is answered: its object, or the list of its events' objects.
 
+    Of messages and responses it returns the text.
+
     Raises:
         AssertionError: The answer is an error, or a stream that does not end as it should.
     """
     answer = CLIENT.post(f"{url}{path}", json=body, headers=dict(headers), timeout=timeout_s)
     assert answer.status_code == 200, f"{answer.status_code}: {answer.text[:300]}"
+    if path in (MESSAGES, RESPONSES):
+        return answer.text
     if not body.get("stream"):
         return answer.json()
     events = [event for event in answer.text.split("\n\n") if event]
@@ -620,8 +636,25 @@ def _append(joined: dict[str, Any], choice: dict[str, Any]) -> None:
 
 def _logprobs(logprobs: dict[str, Any]) -> list[tuple[str, float]]:
     if "content" in logprobs:
-        return [(one["token"], one["logprob"]) for one in logprobs["content"]]
+        # Where token ids go in and out, a token may have its id alone.
+        told = logprobs["content"] or ()
+        return [(str(one.get("token", one.get("token_id"))), one["logprob"]) for one in told]
     return list(zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True))
+
+
+def names_of(events: list[dict[str, Any]]) -> set[str]:
+    """Return the ids of a stream's answer, of which there should be one."""
+    return {event.get("id") or event["request_id"] for event in events}
+
+
+def ids_of(answer: Any) -> list[list[int]]:
+    """Return the token ids of each choice, and those of the prompt."""
+    said: dict[int, list[int]] = {}
+    for message in answer if isinstance(answer, list) else [answer]:
+        said.setdefault(-1, []).extend(message.get("prompt_token_ids") or [])
+        for choice in message["choices"]:
+            said.setdefault(choice["index"], []).extend(choice["token_ids"] or [])
+    return [said[index] for index in sorted(said)]
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -644,11 +677,12 @@ class Streaming:
         self.status = 0  # Of the answer; 0 until it came.
         self.request_id = ""  # As the answer says.
         self.events: list[dict[str, Any]] = []  # The events so far.
+        self.times: list[float] = []  # When something came, on the monotonic clock.
         self.lines: list[str] = []  # What came, line by line.
         # What an error event said, or what broke; None if nothing did.
         self.error: str | None = None
         self._url, self._body = f"{url}{path}", body
-        self._ended = False
+        self._ended = self._left = False
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -664,17 +698,25 @@ class Streaming:
         if self.status == 200 and not self._ended:
             self.error = self.error or "it ended without a word"
 
+    def leave(self) -> None:
+        """Read no further, and wait until the connection is closed."""
+        self._left = True
+        self._thread.join(60.0)
+
     def _read(self) -> None:
         try:
             with CLIENT.stream("POST", self._url, json=self._body, timeout=240.0) as answer:
-                self.request_id = answer.headers["x-request-id"]
+                self.request_id = answer.headers.get("x-request-id", "")
                 self.status = answer.status_code
                 for line in answer.iter_lines():
                     self.lines.append(line)
                     if line == "data: [DONE]":
                         self._ended = True
                     elif line.startswith("data: "):
+                        self.times.append(time.monotonic())
                         self._take(json.loads(line.removeprefix("data: ")))
+                    if self._left:
+                        return
         except httpx.HTTPError as error:
             self.error = self.error or repr(error)
 
@@ -684,3 +726,17 @@ class Streaming:
             self.error = str(event["error"])
         else:
             self.events.append(event)
+
+
+def begun(
+    proxy: Proxy, asked: Sequence[tuple[str, dict[str, Any]]], events: int = 2
+) -> list[Streaming]:
+    """Ask for streams, and wait until each has so many events."""
+    streams = [Streaming(proxy.url, *one) for one in asked]
+    until(
+        lambda: all(len(one.events) >= events for one in streams),
+        "all streams have begun",
+        limit_s=120.0,
+        step_s=0.01,
+    )
+    return streams

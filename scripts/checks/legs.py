@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from balanceroute.traces import TraceRequest, read_trace, write_native
+from checks.agents import compare_all
 from checks.fleet import (
     BLOCK_TOKENS,
     CLIENT,
+    GENERATE,
+    IMAGE,
     LATE_PULLS,
+    ROOT,
     SUCCESSES,
     Checks,
     Engine,
@@ -24,99 +26,59 @@ from checks.fleet import (
     Proxy,
     Streaming,
     ask,
-    assert_equal,
+    begun,
+    chat,
+    completion,
     essence,
     told_by,
     until,
 )
+from checks.packages import CITY_SCHEMA, TOOL
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 # Tokens of a stream that is to last, near the end of the context.
-_LONG = 1900
+_LONG: dict[str, Any] = {"max_tokens": 1_900, "stream": True, "ignore_eos": True}
 # A prompt of token ids that ends where a block of the KV cache does.
 _FULL_BLOCKS = list(range(300, 300 + 2 * BLOCK_TOKENS))
 # Where decode engines have prompts from: what they pull, and what they compute.
 _SOURCES = ("external_kv_transfer", "local_compute")
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
-# What a grammar makes of random weights has to end by itself.
-_SHORT = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-_STRICT_TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": _SHORT}}
-# The smallest PNG there is; the tiny model takes no image, so that the refusal is compared.
-IMAGE = (
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
-    "awAAAABJRU5ErkJggg=="
-)
+_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-def chat(text: str, **values: Any) -> tuple[str, dict[str, Any]]:
-    """Return the path and body of a greedy chat request."""
-    messages = [{"role": "user", "content": text}]
-    return CHAT, {
-        "model": "tiny",
-        "messages": messages,
-        "max_tokens": 24,
-        "temperature": 0,
-    } | values
-
-
-def completion(prompt: Any, **values: Any) -> tuple[str, dict[str, Any]]:
-    """Return the path and body of a greedy completion request."""
-    return COMPLETIONS, {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": 24,
-        "temperature": 0,
-    } | values
-
-
-def requests() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the requests whose answers are compared, by what they show."""
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
+def requests() -> list[tuple[str, dict[str, Any]]]:
+    """Return the requests whose answers are compared."""
     long = "\n".join(f"def function_{i}(value): return value * {i}" for i in range(60))
     drawn = {"temperature": 0.8, "seed": 11, "n": 2}
-    named = {"type": "function", "function": {"name": "get_weather"}}
-    return {
-        "chat": chat("import os, sys"),
-        "chat, streamed": chat("class Reader(io.IOBase):", **usage),
-        "completion": completion("for line in file:"),
-        "completion, streamed": completion("while True: try:", **usage),
-        "token ids": completion([100, 200, 300, 400, 500, 600, 700]),
-        "n = 2": chat("with open(path) as file:", **drawn),
-        "n = 2, streamed": completion("raise ValueError(", **drawn, **usage),
-        "log-probabilities": chat("return None if", logprobs=True, top_logprobs=3),
-        "log-probabilities, streamed": completion("print(value", logprobs=2, **usage),
-        "tools": chat("What is the weather in Oslo?", tools=[_TOOL]),
-        "tools, required": chat(
-            "Weather?", tools=[_STRICT_TOOL], tool_choice="required", max_tokens=200
-        ),
-        "tools, required, streamed": chat(
-            "Weather?", tools=[_STRICT_TOOL], tool_choice="required", max_tokens=200, **usage
-        ),
-        "a JSON schema": chat(
+    free = {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+    tool = {"tools": [{"type": "function", "function": free}]}
+    named = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+    strict = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200}
+    schema = {"name": "weather", "schema": CITY_SCHEMA}
+    return [
+        chat("import os, sys"),
+        chat("class Reader(io.IOBase):", **_USAGE),
+        completion("for line in file:"),
+        completion("while True: try:", **_USAGE),
+        completion([100, 200, 300, 400, 500, 600, 700]),
+        chat("with open(path) as file:", **drawn),
+        completion("raise ValueError(", **drawn, **_USAGE),
+        chat("return None if", logprobs=True, top_logprobs=3),
+        completion("print(value", logprobs=2, **_USAGE),
+        chat("What is the weather in Oslo?", **tool),
+        chat("Weather?", **strict),
+        chat("Weather?", **strict, **_USAGE),
+        chat("Weather?", **tool, **named, **_USAGE),
+        chat(
             "Weather?",
             max_tokens=200,
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "weather", "schema": _SHORT},
-            },
+            response_format={"type": "json_schema", "json_schema": schema},
         ),
-        "tools, named, streamed": chat("Weather?", tools=[_TOOL], tool_choice=named, **usage),
-        "stop word": completion("if x:", stop=["e"]),
-        "one token": completion("lambda:", max_tokens=1),
-        "a long prompt": completion(long),
-    }
+        completion("if x:", stop=["e"]),
+        completion("lambda:", max_tokens=1),
+        completion(long),
+    ]
 
 
 class LegChecks(Checks):
@@ -125,11 +87,7 @@ class LegChecks(Checks):
     def check_answers_are_those_of_one_engine(self) -> str:
         pulled, computed = map(self._prompt_tokens, _SOURCES)
         with self._fleet.proxy("same") as proxy:
-            for name, (path, body) in requests().items():
-                try:
-                    self._same(path, body, ask(proxy.url, path, body))
-                except AssertionError as error:
-                    raise AssertionError(f"{name}: {error}") from None
+            compare_all(proxy, self._prefiller, requests(), 1)
         pulled_after, computed_after = map(self._prompt_tokens, _SOURCES)
         assert pulled_after > pulled
         # A rank computes the last token of a prompt again, to have something to sample from.
@@ -149,35 +107,18 @@ class LegChecks(Checks):
         )
         with self._fleet.proxy("refusals") as proxy:
             for (path, body), status in refused:
-                ours = CLIENT.post(f"{proxy.url}{path}", json=body, timeout=60.0)
+                ours, theirs = self._both(proxy, path, body)
                 assert ours.status_code == status, f"{ours.status_code}, not {status}"
-                theirs = CLIENT.post(f"{self._prefiller.url}{path}", json=body, timeout=60.0)
-                same = status != 400 or ours.json() == theirs.json()
-                assert same, f"{ours.text[:300]} where {theirs.text[:300]} belongs"
+                alike = status != 400 or ours.json() == theirs.json()
+                assert alike, f"{ours.text[:300]} where {theirs.text[:300]} belongs"
         return f"{len(refused)} of them, an image among them, status and body"
-
-    def check_several_answers_go_where_direct_says(self) -> str:
-        path, body = chat("with open(path) as file:", temperature=0.8, seed=11, n=2)
-        expected = essence(ask(self._prefiller.url, path, body))
-        for direct in ("prefill", "decode"):
-            with self._fleet.proxy(f"direct-{direct}", "--direct", direct) as proxy:
-                answer = ask(proxy.url, path, body)
-                assert_equal(essence(answer), expected)
-                line = proxy.line_of(answer["id"].removeprefix("chatcmpl-"))
-                assert bool(line["rank"]) == (direct == "decode"), line
-        with self._fleet.proxy("direct-refuse", "--direct", "refuse") as proxy:
-            answer = CLIENT.post(f"{proxy.url}{path}", json=body, timeout=60.0)
-            assert answer.status_code == 400, answer.status_code
-        return "from the prefiller, from a decode rank, refused"
 
     def check_a_client_that_leaves_frees_both_sides(self) -> str:
         with self._fleet.proxy("leaves") as proxy:
             for events in (1, 5):
-                with self._streaming(proxy, "def leave():", _LONG) as stream:
-                    lines = stream.iter_lines()
-                    for _ in range(2 * events):
-                        next(lines)
-                outcome = proxy.line_of(stream.headers["x-request-id"])["outcome"]
+                (stream,) = begun(proxy, [completion("def leave():", **_LONG)], events)
+                stream.leave()
+                outcome = proxy.line_of(stream.request_id)["outcome"]
                 assert outcome == "cancelled", f"the client did not leave in time: {outcome}"
             took_s = until(self._engines_are_idle, "idle engines")
         return f"no request and no KV block is left {took_s:.1f} s later"
@@ -213,8 +154,7 @@ class LegChecks(Checks):
 
     def check_a_killed_decode_engine_ends_its_streams_only(self) -> str:
         with self._fleet.proxy("killed", "--policy", "jsq") as proxy:
-            streams = [_long(proxy, f"kill {i}") for i in range(2)]
-            until(lambda: all(stream.events for stream in streams), "two streams", step_s=0.01)
+            streams = begun(proxy, [completion(f"kill {i}", **_LONG) for i in range(2)], 1)
             victim = self._fleet.decoders[1]
             with victim.paused():
                 bound = proxy.bound(victim)
@@ -225,8 +165,7 @@ class LegChecks(Checks):
             ends = sorted("error" if stream.error else "whole" for stream in streams)
             assert ends == ["error", "whole"], f"{ends}: {[stream.error for stream in streams]}"
             for i in range(4):
-                path, body = completion(f"after the kill {i}")
-                ask(proxy.url, path, body)
+                ask(proxy.url, *completion(f"after the kill {i}"))
         return "the other stream is whole, later requests too"
 
     def check_a_prefiller_killed_after_the_probe_loses_nobody(self) -> str:
@@ -245,8 +184,7 @@ class LegChecks(Checks):
 
         A NIXL prefiller looks for ended leases as it steps: an idle one keeps every cache for ever.
         """
-        path, body = completion("step", max_tokens=1)
-        ask(engine.url, path, body)
+        ask(engine.url, *completion("step", max_tokens=1))
         return engine.metric("vllm:kv_cache_usage_perc") > 0.0
 
     def _engines_are_idle(self) -> bool:
@@ -288,25 +226,14 @@ class LegChecks(Checks):
         """
         decoder = self._fleet.decoders[0]
         with self._fleet.proxy(name, "--batch", "1", *flags, decode=[decoder.url]) as proxy:
-            first = _long(proxy, "hold the slot")
-            until(lambda: bool(first.events), "the first stream", step_s=0.01)
+            (first,) = begun(proxy, [completion("hold the slot", **_LONG)], 1)
             with decoder.paused():
-                second = _long(proxy, prompt, 24)
+                asked = completion(prompt, **_LONG | {"max_tokens": 24})
+                second = Streaming(proxy.url, *asked)
                 until(lambda: _pooled(proxy) == 1, "the second request in the pool")
                 yield proxy, first, second
             first.join()
             second.join()
-
-    @contextmanager
-    def _streaming(self, proxy: Proxy, prompt: str, tokens: int) -> Iterator[httpx.Response]:
-        path, body = completion(prompt, max_tokens=tokens, stream=True, ignore_eos=True)
-        with CLIENT.stream("POST", f"{proxy.url}{path}", json=body, timeout=120.0) as stream:
-            yield stream
-
-
-def _long(proxy: Proxy, prompt: object, tokens: int = _LONG) -> Streaming:
-    path, body = completion(prompt, max_tokens=tokens, stream=True, ignore_eos=True)
-    return Streaming(proxy.url, path, body)
 
 
 def _pooled(proxy: Proxy) -> int:
@@ -316,144 +243,105 @@ def _pooled(proxy: Proxy) -> int:
 # What must hold when the engines are paused and their requests are aborted, through the proxy.
 
 _STREAMS = 4
-# Near the end of the context, so that none ends by itself.
-_LONG_PAUSED = {"stream": True, "max_tokens": 1_900, "ignore_eos": True}
-_LIMIT_S = 30.0
-
-
-def _ready(proxy: Proxy) -> int:
-    return CLIENT.get(f"{proxy.admin_url}/ready", timeout=_LIMIT_S).status_code
-
-
-def _paused(engine: Engine) -> bool:
-    return bool(CLIENT.get(f"{engine.url}/is_paused", timeout=_LIMIT_S).json()["is_paused"])
 
 
 class PauseChecks(Checks):
     """Engines that are paused, and whose requests are aborted."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet)
-        self._engines = [*fleet.prefillers, *fleet.decoders]
-
     def check_aborted_streams_end_with_what_they_had(self) -> str:
-        with self._fleet.proxy("aborted") as proxy:
-            streams = self._streams(proxy)
-            done = proxy.order("/abort_requests")
+        with self._aborted("aborted", "/abort_requests") as (proxy, done):
             assert done["aborted"] == _STREAMS, done
-            tokens = [self._aborted(stream) for stream in streams]
-            path, body = completion("for line in file:")
-            ask(proxy.url, path, body)
-        return f"{_STREAMS} streams, with {min(tokens)} to {max(tokens)} events; later ones served"
+            ask(proxy.url, *completion("for line in file:"))
+        return f"{_STREAMS} streams; later ones are served"
 
     def check_a_paused_fleet_holds_what_comes_until_it_resumes(self) -> str:
-        with self._fleet.proxy("paused") as proxy:
-            streams = self._streams(proxy)
-            proxy.order("/pause")
-            for stream in streams:
-                self._aborted(stream)
-            assert all(map(_paused, self._engines))
-            path, body = chat("import os, sys")
-            held = Streaming(proxy.url, path, body | {"stream": True})
-            time.sleep(2.0)
-            assert not held.events, held.events
+        with self._aborted("paused", "/pause") as (proxy, _), self._held(proxy):
             proxy.order("/resume")
-            held.join()
-            assert held.error is None, held.error
-            assert held.events
-            assert not any(map(_paused, self._engines))
-        return f"{len(self._engines)} engines paused and resumed"
+        return "all engines paused and resumed"
 
     def check_engines_sleep_and_wake_up(self) -> str:
         """Level 0 alone: a CPU has no memory to give back."""
-        with self._fleet.proxy("asleep") as proxy:
-            streams = self._streams(proxy)
-            done = proxy.order("/sleep?level=0")
+        with self._aborted("asleep", "/sleep?level=0") as (proxy, done):
             assert (done["status"], done["aborted"]) == ("sleeping", _STREAMS), done
-            for stream in streams:
-                self._aborted(stream)
-            assert all(map(_paused, self._engines))
             # What the engines tell of themselves is read once a second.
             until(lambda: _ready(proxy) == 503, "a proxy that is not ready", step_s=0.2)
-            path, body = chat("import os, sys")
-            held = Streaming(proxy.url, path, body | {"stream": True})
-            time.sleep(2.0)
-            assert not held.events, held.events
-            woken = proxy.order("/wake_up?tags=scheduling")
-            assert (woken["status"], woken["asleep"]) == ("awake", 0), woken
-            held.join()
-            assert held.error is None, held.error
-            assert held.events
+            with self._held(proxy):
+                woken = proxy.order("/wake_up?tags=scheduling")
+                assert (woken["status"], woken["asleep"]) == ("awake", 0), woken
             assert _ready(proxy) == 200
-        return f"{len(self._engines)} engines slept and woke up"
+        return "all engines slept and woke up"
 
-    def _streams(self, proxy: Proxy) -> list[Streaming]:
-        asked = [completion([300 + i, *range(400, 440)], **_LONG_PAUSED) for i in range(_STREAMS)]
-        streams = [Streaming(proxy.url, *one) for one in asked]
-        until(lambda: all(len(one.events) > 5 for one in streams), "streams", step_s=0.01)
-        return streams
+    # How it is done.
 
-    def _aborted(self, stream: Streaming) -> int:
-        """Check that a stream ended as an aborted request's does; return its events."""
-        stream.join()
-        assert stream.error is None, stream.error
-        reasons = [choice["finish_reason"] for e in stream.events for choice in e["choices"]]
-        assert reasons[-1] == "abort", reasons[-3:]
-        assert not any(reasons[:-1])
-        return len(stream.events)
+    def _are_paused(self) -> list[bool]:
+        engines = (*self._fleet.prefillers, *self._fleet.decoders)
+        pages = [CLIENT.get(f"{one.url}/is_paused", timeout=30.0) for one in engines]
+        return [bool(page.json()["is_paused"]) for page in pages]
+
+    @contextmanager
+    def _aborted(self, name: str, order: str) -> Iterator[tuple[Proxy, dict[str, Any]]]:
+        """Give an order while streams run, all of which end as an aborted request's does."""
+        with self._fleet.proxy(name) as proxy:
+            prompts = [[300 + i, *range(400, 440)] for i in range(_STREAMS)]
+            streams = begun(proxy, [completion(ids, **_LONG) for ids in prompts], 6)
+            done = proxy.order(order)
+            for stream in streams:
+                stream.join()
+                assert stream.error is None, stream.error
+                reasons = [one["finish_reason"] for e in stream.events for one in e["choices"]]
+                assert reasons[-1] == "abort", reasons[-3:]
+                assert not any(reasons[:-1])
+            yield proxy, done
+
+    @contextmanager
+    def _held(self, proxy: Proxy) -> Iterator[None]:
+        """Ask paused engines, which do nothing until they go on."""
+        assert all(self._are_paused())
+        path, body = chat("import os, sys", stream=True)
+        held = Streaming(proxy.url, path, body)
+        time.sleep(2.0)
+        assert not held.events, held.events
+        yield
+        held.join()
+        assert held.error is None, held.error
+        assert held.events
+        assert not any(self._are_paused())
+
+
+def _ready(proxy: Proxy) -> int:
+    return CLIENT.get(f"{proxy.admin_url}/ready", timeout=30.0).status_code
 
 
 # What must hold of /inference/v1/generate: token ids in and out, through prefill and decode legs.
 
-GENERATE = "/inference/v1/generate"
-_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
-_EACH = {"include_usage": True, "continuous_usage_stats": True}
 # Around the end of a block, where a KV cache of the wrong length would show.
 _LENGTHS = (7, BLOCK_TOKENS - 1, BLOCK_TOKENS, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS + 1)
 
 
 def token_requests() -> Iterator[dict[str, Any]]:
     """Yield bodies, each streamed and not."""
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"output_mode": "text"},
-        {"output_mode": "text", "sampling_params": {"logprobs": 2}},
-        {"return_token_ids": True, "sampling_params": {"logprobs": 2}},
-        {"sampling_params": {"temperature": 1.0, "seed": 5}},
-        {"sampling_params": {"stop_token_ids": list(range(0, 2_000, 3))}},
-        {"output_mode": "text", "sampling_params": {"stop": ["e"]}},
-        {"sampling_params": {"max_tokens": 1}},
-        {"sampling_params": {"n": 2, "temperature": 1.0, "seed": 5}},
+    drawn, text = {"temperature": 1.0, "seed": 5}, {"output_mode": "text"}
+    kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        (text, {}),
+        (text, {"logprobs": 2}),
+        ({"return_token_ids": True}, {"logprobs": 2}),
+        ({}, drawn),
+        ({}, {"stop_token_ids": list(range(0, 2_000, 3))}),
+        (text, {"stop": ["e"]}),
+        ({}, {"max_tokens": 1}),
+        ({}, drawn | {"n": 2}),
     ]
     body: dict[str, Any] = {}
     for length in _LENGTHS:
-        for number, kind in enumerate(kinds):
-            sampling = {"max_tokens": 16, "temperature": 0} | kind.get("sampling_params", {})
+        for number, (kind, sampling) in enumerate(kinds):
             ids = [300 + number, *range(400, 399 + length)]
-            body = kind | {"model": "tiny", "token_ids": ids, "sampling_params": sampling}
+            body = kind | {"model": "tiny", "token_ids": ids}
+            body["sampling_params"] = {"max_tokens": 16, "temperature": 0} | sampling
             yield body
-            yield body | _STREAM
-    yield body | _STREAM | {"stream_options": _EACH}
-
-
-def ids_of(answer: Any) -> list[list[int]]:
-    """Return the ids of each choice, and those of the prompt."""
-    said: dict[int, list[int]] = {}
-    for message in answer if isinstance(answer, list) else [answer]:
-        said.setdefault(-1, []).extend(message.get("prompt_token_ids") or [])
-        for choice in message["choices"]:
-            said.setdefault(choice["index"], []).extend(choice["token_ids"] or [])
-    return [said[index] for index in sorted(said)]
-
-
-def said_by(answer: Any) -> Any:
-    """Return what two engines must agree on, but for the log-probabilities of ids."""
-    for message in answer if isinstance(answer, list) else [answer]:
-        for choice in message["choices"]:
-            content = (choice.get("logprobs") or {}).get("content") or []
-            for one in content:
-                one.setdefault("token", str(one.get("token_id")))
-    return essence(answer)
+            yield body | _USAGE
+    each = {"include_usage": True, "continuous_usage_stats": True}
+    yield body | {"stream": True, "stream_options": each}
 
 
 class TokenChecks(Checks):
@@ -461,17 +349,9 @@ class TokenChecks(Checks):
 
     def check_token_ids_in_and_out_are_one_engines(self) -> str:
         before = self._decoded()
-        asked = list(token_requests())
+        asked = [(GENERATE, body) for body in token_requests()]
         with self._fleet.proxy("tokens") as proxy:
-            for body in asked:
-                ours, theirs = (
-                    ask(url, GENERATE, body) for url in (proxy.url, self._prefiller.url)
-                )
-                try:
-                    assert ids_of(ours) == ids_of(theirs), f"{ids_of(ours)} and {ids_of(theirs)}"
-                    assert_equal(said_by(ours), said_by(theirs))
-                except AssertionError as error:
-                    raise AssertionError(f"{body}: {error}") from None
+            compare_all(proxy, self._prefiller, asked, 1)
         decoded = self._decoded() - before
         assert decoded > len(asked) // 2, f"ranks decoded {decoded} of {len(asked)}"
         return f"{len(asked)} requests, {decoded:.0f} of them decoded by ranks"
@@ -479,7 +359,7 @@ class TokenChecks(Checks):
 
 # A slice of a real trace through real engines, and the proxy's picture of it against theirs.
 
-_TRACE = Path(__file__).parents[2] / "traces" / "public" / "azure_2023_conv.csv.gz"
+_TRACE = ROOT / "traces" / "public" / "azure_2023_conv.csv.gz"
 REQUESTS = 240
 CONCURRENCY = 12
 # Of the mirrored load, relative to the engines'.
@@ -517,9 +397,8 @@ class TraceChecks(Checks):
         words = [sys.executable, "-m", "balanceroute", "doctor", "--json"]
         words += ["--prefill", *(engine.url for engine in self._fleet.prefillers)]
         words += ["--decode", *(engine.url for engine in self._fleet.decoders)]
-        if "--bootstrap" in self._fleet.flags:
-            place = self._fleet.flags.index("--bootstrap")
-            words += self._fleet.flags[place : place + 2]
+        flags = list(self._fleet.flags)
+        words += flags[flags.index("--bootstrap") :][:2] if "--bootstrap" in flags else []
         done = subprocess.run(words, capture_output=True, text=True, timeout=300.0, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         told = json.loads(done.stdout)

@@ -52,49 +52,6 @@ DIFFERENCES = {
 }
 
 
-class Comparison:
-    """Sends each drawn request to both and compares the statuses."""
-
-    def __init__(self, base_url: str, model: str, engine_url: str) -> None:
-        self._base_url = base_url
-        self._model = model
-        self._engine_url = engine_url
-        self._session = requests.Session()
-        self.statuses: Counter[int] = Counter()
-        self.excused: Counter[str] = Counter()
-        self.faults: list[str] = []
-
-    def compare(self, case: Any) -> None:
-        """Send one request to both."""
-        theirs, ours = (self._send(case, url) for url in (self._engine_url, self._base_url))
-        if theirs is None or ours is None:
-            return
-        self.statuses[ours.status_code] += 1
-        if theirs.status_code == ours.status_code:
-            return
-        statuses = (theirs.status_code, ours.status_code)
-        for (*expected, their_words, our_words), reason in DIFFERENCES.items():
-            said = their_words in theirs.text and our_words in ours.text
-            if said and (*expected,) == statuses:
-                self.excused[reason] += 1
-                return
-        body = str(ours.request.body)[:300]
-        self.faults.append(
-            f"{case.operation.label}: {theirs.status_code} from the engine, {ours.status_code} from "
-            f"the proxy ({ours.text[:200]}; the engine said {theirs.text[:200]}) for {body}"
-        )
-
-    def _send(self, case: Any, url: str) -> Any:
-        arguments = case.as_transport_kwargs(base_url=url)
-        try:
-            return self._session.request(**arguments, timeout=_TIMEOUT_S)
-        except (requests.exceptions.InvalidHeader, UnicodeError):
-            return None  # It cannot be written.
-        except requests.RequestException as error:
-            self.faults.append(f"{case.operation.label}: {url}: {error}")
-            return None
-
-
 def tame(case: Any, model: str) -> Any:
     """Name the served model, so that more than its name is judged, and ask for short answers."""
     body = case.body
@@ -120,15 +77,43 @@ def main() -> int:
         schema = schemathesis.openapi.from_dict(json.load(file))
     operations = (result.ok() for result in schema.get_all_operations())
     served = (one for one in operations if one.path not in NOT_SERVED)
+    session = requests.Session()
 
     def outcome(operation: Any) -> tuple[str, str | None]:
-        comparison = Comparison(base_url, model, engine_url)
-        _draw(operation, examples, lambda case: comparison.compare(tame(case, model)))
-        faults = comparison.faults
-        seen = ", ".join(f"{n} x {status}" for status, n in sorted(comparison.statuses.items()))
-        excused = "".join(f"; {n} differ: {why}" for why, n in comparison.excused.items())
+        statuses, excused, faults = Counter[int](), Counter[str](), list[str]()
+
+        def compare(case: Any) -> None:
+            """Send one request to both and compare the statuses."""
+            answers = []
+            for url in (engine_url, base_url):
+                arguments = tame(case, model).as_transport_kwargs(base_url=url)
+                try:
+                    answers.append(session.request(**arguments, timeout=_TIMEOUT_S))
+                except (requests.exceptions.InvalidHeader, UnicodeError):
+                    return  # It cannot be written.
+                except requests.RequestException as error:
+                    faults.append(f"{operation.label}: {url}: {error}")
+                    return
+            found = [one.status_code for one in answers]
+            statuses[found[1]] += 1
+            if found[0] == found[1]:
+                return
+            said = [one.text for one in answers]
+            for (*expected, their_words, our_words), reason in DIFFERENCES.items():
+                if expected == found and their_words in said[0] and our_words in said[1]:
+                    excused[reason] += 1
+                    return
+            faults.append(
+                f"{operation.label}: {found[0]} from the engine, {found[1]} from the proxy "
+                f"({said[1][:200]}; the engine said {said[0][:200]}) for "
+                f"{str(answers[1].request.body)[:300]}"
+            )
+
+        _draw(operation, examples, compare)
+        seen = ", ".join(f"{n} x {status}" for status, n in sorted(statuses.items()))
+        told = "".join(f"; {n} differ: {why}" for why, n in excused.items())
         fault = f"{len(faults)} differ: {faults[0]}" if faults else None
-        return f"{operation.label}: {seen}{excused}", fault
+        return f"{operation.label}: {seen}{told}", fault
 
     return report(importlib.metadata.version("schemathesis"), map(outcome, served))
 
