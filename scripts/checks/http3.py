@@ -101,26 +101,30 @@ def draw(count: int, rng: random.Random) -> list[Asked]:
     return drawn
 
 
-async def over(caller: Caller, asked: Sequence[Asked]) -> list[Got]:
-    """Ask with a client of the product."""
-    gate = asyncio.Semaphore(AT_ONCE)
+def over(make: Callable[[], Caller], asked: Sequence[Asked]) -> list[Got]:
+    """Ask with a client of the product, which is made where it runs."""
 
-    async def ask(one: Asked) -> Got:
-        async with gate:
-            answer = await fetch(
-                caller,
-                b"POST",
-                PATH,
-                headers_of(one),
-                one.body,
-                timeout_s=LIMIT_S,
-                max_bytes=MOST_BYTES,
-            )
+    async def run() -> list[Got]:
+        caller, gate = make(), asyncio.Semaphore(AT_ONCE)
+
+        async def ask(one: Asked) -> Got:
+            rest = headers_of(one), one.body
+            async with gate:
+                answer = await fetch(
+                    caller, b"POST", PATH, *rest, timeout_s=LIMIT_S, max_bytes=MOST_BYTES
+                )
             return got(answer.status, answer.headers, answer.body)
 
-    answers = await asyncio.gather(*(ask(one) for one in asked))
-    caller.close()
-    return answers
+        answers = await asyncio.gather(*map(ask, asked))
+        caller.close()
+        return answers
+
+    return asyncio.run(run())
+
+
+def over_own(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+    """Ask with the product's client."""
+    return over(lambda: Http3Endpoint(HOST, port, trust=Trust(str(cert))), asked)
 
 
 class AioquicClient(QuicConnectionProtocol):
@@ -157,44 +161,24 @@ class AioquicClient(QuicConnectionProtocol):
         return await over
 
 
-def over_own(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
-    """Ask with the product's client."""
-
-    async def run() -> list[Got]:
-        return await over(Http3Endpoint(HOST, port, trust=Trust(str(cert))), asked)
-
-    return asyncio.run(run())
-
-
-def over_http1(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
-    """Ask over HTTP/1.1, with the product's client."""
-    context = ssl.create_default_context(cafile=cert)
-
-    async def run() -> list[Got]:
-        return await over(Endpoint(HOST, port, ssl=context), asked)
-
-    return asyncio.run(run())
-
-
 def over_aioquic(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
     """Ask with aioquic's client."""
-    return asyncio.run(_over_aioquic(port, cert, asked))
-
-
-async def _over_aioquic(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
     configuration = QuicConfiguration(alpn_protocols=["h3"], server_name=HOST)
     configuration.load_verify_locations(cafile=str(cert))
-    gate = asyncio.Semaphore(AT_ONCE)
-    async with connect(
-        HOST, port, configuration=configuration, create_protocol=AioquicClient
-    ) as client:
-        assert isinstance(client, AioquicClient)
+    options: dict[str, Any] = {"configuration": configuration, "create_protocol": AioquicClient}
 
-        async def ask(one: Asked) -> Got:
-            async with gate:
-                return await client.ask(one)
+    async def run() -> list[Got]:
+        gate = asyncio.Semaphore(AT_ONCE)
+        async with connect(HOST, port, **options) as client:
+            assert isinstance(client, AioquicClient)
 
-        return await asyncio.gather(*(ask(one) for one in asked))
+            async def ask(one: Asked) -> Got:
+                async with gate:
+                    return await client.ask(one)
+
+            return await asyncio.gather(*map(ask, asked))
+
+    return asyncio.run(run())
 
 
 def over_quic_go(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
@@ -350,7 +334,9 @@ def http3(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
                 assert process.stdout is not None
                 found = re.search(r"https://\S+:(\d+)", process.stdout.readline())
                 assert found is not None, "the proxy did not start"
-                expected = over_http1(int(found[1]), cert, asked)
+                trusted = ssl.create_default_context(cafile=cert)
+                direct = partial(Endpoint, HOST, int(found[1]), ssl=trusted)
+                expected = over(direct, asked)
                 with relayed(int(found[1]), given.loss, given.delay_ms) as port:
                     answers = {name: ask(port, cert, asked) for name, ask in clients.items()}
             finally:
