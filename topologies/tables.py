@@ -176,8 +176,6 @@ def is_integer(value: object, least: int, most: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-# One finding of `balanceroute topology check`.
-
 Level = Literal["error", "note"]
 
 

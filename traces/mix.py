@@ -149,9 +149,7 @@ class _Part:
 # longest.
 
 
-def with_sessions(
-    requests: Sequence[TraceRequest], block_tokens: int = BLOCK_TOKENS
-) -> list[TraceRequest]:
+def with_sessions(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """Return the requests, each with the name of its conversation.
 
     Args:
@@ -160,7 +158,7 @@ def with_sessions(
     # A block's id says all that comes before it, too.
     ends = [
         request.hash_ids[full - 1]
-        if (full := min(request.prompt_tokens // block_tokens, len(request.hash_ids)))
+        if (full := min(request.prompt_tokens // BLOCK_TOKENS, len(request.hash_ids)))
         else None
         for request in requests
     ]

@@ -239,9 +239,6 @@ async def diagnose(
     return report
 
 
-# What follows from it.
-
-
 async def _blame_same(report: Report) -> None:
     """Find engines that are named twice in other words: by another name of the same address."""
     loop = asyncio.get_running_loop()
@@ -342,9 +339,6 @@ def _judge_engine(report: Report, look: EngineLook) -> None:
         else:
             cure = "start it with --kv-transfer-config, as docs/engines.md shows"
             report.blame(look.name, doubt, cure)
-
-
-# Requests.
 
 
 async def _try_pairs(pages: PageClient, report: Report, given: DoctorSettings) -> None:
@@ -638,9 +632,6 @@ def _own_address(url: EngineUrl) -> str:
             return str(way.getsockname()[0])
     except OSError:
         return "127.0.0.1"
-
-
-# The command that fits.
 
 
 def _advise(report: Report, given: DoctorSettings) -> None:

@@ -370,9 +370,6 @@ async def _ask_bootstrap(pages: PageClient, look: EngineLook, bootstrap: str) ->
         return
 
 
-# What they tell of settings.
-
-
 def told_connectors(looks: Iterable[EngineLook]) -> dict[str, str]:
     """Return the connectors that engines tell, each with the address of one that does."""
     told: dict[str, str] = {}

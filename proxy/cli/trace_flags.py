@@ -113,9 +113,6 @@ def read_flagged_trace(arguments: argparse.Namespace) -> "list[TraceRequest]":
     return with_sessions(requests) if arguments.sessions else requests
 
 
-# Flags that ask for figures by tenant and class.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
     """What tenants and classes are reported; one of them or a trace of several asks for it."""
@@ -137,8 +134,6 @@ class Goodput:
             return None
         return ServiceTargets(self.ttft_target or inf, self.tpot_target or inf)
 
-
-# Flags that say which requests of the past to learn from or to judge on.
 
 # Questions look as far ahead, for each of many requests.
 MAX_HORIZON = 10_000

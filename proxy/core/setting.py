@@ -334,9 +334,6 @@ def _declare(
     return field(default=default, metadata={_KEY: setting})
 
 
-# Checks.
-
-
 def _or_word(check: Callable[[object], T], word: str) -> Callable[[object], T | None]:
     return lambda value: None if word and value == word else check(value)
 

@@ -384,9 +384,6 @@ class Reply(Protocol):
 Application = Callable[[HttpRequest, Reply], None]
 
 
-# What every `Reply` has, however its answer is framed.
-
-
 class AnyTransport(Protocol):
     """The connection or stream of a reply."""
 

@@ -29,15 +29,9 @@ def shortest_queue(fleet: Fleet, entry: PoolEntry) -> int | None:
     return lowest(fleet.bound, fleet.allowed(entry))
 
 
-# `least-kv`: the rank with the fewest KV tokens.
-
-
 def least_kv(fleet: Fleet, entry: PoolEntry) -> int | None:
     """Return the rank with the least load, on a tie the lowest."""
     return lowest(fleet.loads, fleet.allowed(entry))
-
-
-# `power-of-two`: the shorter queue of two ranks drawn at random.
 
 
 class PowerOfTwo:
@@ -62,9 +56,6 @@ class RandomRank:
     def __call__(self, fleet: Fleet, entry: PoolEntry) -> int | None:
         ranks = np.flatnonzero(fleet.allowed(entry))
         return int(ranks[self._rng.randrange(len(ranks))]) if len(ranks) else None
-
-
-# `round-robin`: the ranks in turn.
 
 
 class RoundRobin:

@@ -175,9 +175,6 @@ def target_tokens(
     return np.asarray((1.0 + _SLACK) / count * total)
 
 
-# The parameters of the two-stage rule.
-
-
 @dataclass(frozen=True, slots=True)
 class TwoStageSettings:
     weights: Weights  # F's weights; with a `gamma`, those for a fleet without turnover.

@@ -177,9 +177,6 @@ def _kv_usage(loads: Sequence[EngineLoad]) -> list[float]:
     return [load.kv_usage for load in loads]
 
 
-# `least-conn`: the prefiller that works on the fewest requests.
-
-
 class LeastConn(Turns):
     """The candidate with the fewest prefills and direct sequences; equal ones take turns."""
 
@@ -257,9 +254,6 @@ class CacheAware(_GivenPrompts):
             chosen = self.least(candidates, lambda one: -expected[one].cached_tokens)
         self.memory.add(request, chosen)
         return chosen
-
-
-# `power-of-two`: the less busy of two prefillers drawn at random.
 
 
 class PrefillPowerOfTwo:
@@ -354,9 +348,6 @@ class RandomOne:
     ) -> PrefillerId:
         del request, view
         return self._rng.choice(candidates)
-
-
-# `round-robin`: the prefillers in turn.
 
 
 class PrefillRoundRobin:

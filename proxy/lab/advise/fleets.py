@@ -15,8 +15,6 @@ from balanceroute.proxy.lab.sim.experiment import Forecast, make_simulation
 from balanceroute.proxy.lab.sim.recorder import ServiceLog
 from balanceroute.proxy.lab.sim.workload import Workload
 
-# Tells during a simulation that its latencies can no longer be within the targets.
-
 # Requests that finish in the measured time before a run is stopped, so that its figures say what bounds it.
 _LEAST = 50
 

@@ -125,8 +125,6 @@ def as_json(audit: Audit) -> dict[str, object]:
     }
 
 
-# The picture of an audit: the ranks' loads over time, and what policies would recover.
-
 _WIDTH_INCHES = 9.0
 _LOAD, _MOST, _OURS = "#8aa4c8", "#d55e00", "#0067a5"
 

@@ -26,8 +26,6 @@ from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
 from balanceroute.proxy.lab.emulate.tokens import AnswerLengths
 from balanceroute.topologies import CONNECTORS, KvFlow
 
-# The faults of each engine.
-
 _LOG = logging.getLogger(__name__)
 
 

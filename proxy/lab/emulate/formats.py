@@ -144,9 +144,6 @@ def _whole_call(script: ToolScript) -> str:
     return f'{{"id":"{script.call_id}","type":"function","function":{function}}}'
 
 
-# Answers of /v1/completions.
-
-
 class CompletionFormat(AnswerFormat):
     kind = "text_completion"
 

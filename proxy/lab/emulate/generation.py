@@ -279,8 +279,6 @@ def _format(wanted: GenerationRequest, head: AnswerHead) -> AnswerFormat:
     return ChatFormat(wanted, head) if wanted.chat else CompletionFormat(wanted, head)
 
 
-# vLLM's HTTP routes.
-
 _EMULATION = b"/emulation/"
 
 

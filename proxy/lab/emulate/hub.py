@@ -19,8 +19,6 @@ from balanceroute.proxy.lab.emulate.tokens import AnswerLengths
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.messages import WireError
 
-# A generation request with the engine's own data on it.
-
 
 @dataclass(slots=True)
 class EngineCall:

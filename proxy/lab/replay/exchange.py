@@ -310,8 +310,6 @@ class ReplayExchange:
         self._on_over()
 
 
-# The target of a replay: the URL of an OpenAI-compatible endpoint.
-
 _FETCH_TIMEOUT_S = 30.0
 _FETCH_BYTES = 1 << 20
 

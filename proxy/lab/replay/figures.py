@@ -95,9 +95,6 @@ def shown(text: str) -> str:
     return line if len(line) <= _SHOWN_CHARACTERS else line[: _SHOWN_CHARACTERS - 1] + "…"
 
 
-# What happened to one replayed request.
-
-
 @dataclass(slots=True)
 class RequestSample:
     """What happened to one request; times are of the replay's clock."""

@@ -102,9 +102,6 @@ def _capped(tokens: int, limit: int | None) -> int:
     return tokens if limit is None else min(tokens, limit)
 
 
-# The body of a replayed request, which asks for a streamed answer.
-
-
 class ReplayApi(Enum):
     """Which of the endpoints the requests go to."""
 
@@ -151,9 +148,6 @@ def request_body(
     if api in (ReplayApi.CHAT, ReplayApi.COMPLETIONS):
         body["stream_options"] = {"include_usage": True}
     return json.dumps(body, separators=(",", ":")).encode()
-
-
-# The settings of a replay.
 
 
 class ReplayLengths(Enum):

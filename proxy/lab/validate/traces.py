@@ -90,9 +90,6 @@ def timeline_of(trace: "EngineTrace") -> Timeline:
     )
 
 
-# Errors in the files of a validation.
-
-
 class ValidationError(BalanceRouteError):
     """A file cannot be used, or files do not fit together. The message says which and why."""
 

@@ -34,17 +34,16 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 # How long a new look-up is waited for while the last addresses are known.
 _PATIENCE_S = 1.0
+# How long addresses are valid.
+_VALID_S = 5.0
 
 
 class Addresses:
     """The addresses of one host.
 
-    A name is resolved again after `ttl_s`, so that an engine that moved is found. While that fails or
+    A name is resolved again after some time, so that an engine that moved is found. While that fails or
     takes long, the last good addresses are used: a resolver that is down says nothing about the
     engine. Of several addresses, those at which the last attempt failed come last.
-
-    Args:
-        ttl_s: How long addresses are valid.
     """
 
     def __init__(
@@ -54,14 +53,12 @@ class Addresses:
         loop: asyncio.AbstractEventLoop,
         *,
         resolve: Resolve | None = None,
-        ttl_s: float = 5.0,
     ) -> None:
         self.known: list[str] = []  # The last good addresses; empty if the name has never resolved.
         self._host = host
         self._port = port
         self._loop = loop
         self._resolve = resolve or self._getaddrinfo
-        self._ttl_s = ttl_s
         self._good_until_s = 0.0
         self._asking: asyncio.Task[None] | None = None
         self._error: OSError | UnicodeError | None = None
@@ -113,7 +110,7 @@ class Addresses:
         else:
             self._failing.intersection_update(found)
             self.known, self._error = self._ordered(found), None
-            self._good_until_s = self._loop.time() + self._ttl_s
+            self._good_until_s = self._loop.time() + _VALID_S
         finally:
             self._asking = None
 
@@ -124,7 +121,7 @@ class Addresses:
 
     def _failed(self, error: OSError | UnicodeError) -> None:
         if self.known:
-            self._good_until_s = self._loop.time() + self._ttl_s
+            self._good_until_s = self._loop.time() + _VALID_S
             if self._error is None:  # Logged once per outage.
                 fields = {"host": self._host, "addresses": self.known, "reason": str(error)}
                 message = "a name does not resolve; its last address is used"

@@ -77,6 +77,10 @@ class Http3Call:
             self.handler.on_error(error)
 
 
+# Until a connection is open.
+_CONNECT_S = 5.0
+
+
 class Http3Endpoint:
     """Sends requests to one address over one connection at a time; see `Caller`.
 
@@ -84,7 +88,6 @@ class Http3Endpoint:
         port: The server's UDP port.
         order: In which requests are sent; see `STREAM_ORDERS`.
         standing: Returns the standing of a request by its headers and the present time.
-        connect_timeout_s: Until a connection is open.
     """
 
     def __init__(
@@ -95,7 +98,6 @@ class Http3Endpoint:
         trust: Trust | None = None,
         order: str = "rr",
         standing: Callable[[Headers, float], StreamStanding] = lambda headers, now_s: USUAL,
-        connect_timeout_s: float = 5.0,
     ) -> None:
         address = f"{bracketed(host)}:{port}"
         self.name = f"https://{address}"
@@ -104,7 +106,6 @@ class Http3Endpoint:
         self._authority = address.encode()
         self._trust = trust or Trust()
         self._order = order
-        self._connect_timeout_s = connect_timeout_s
         self._loop = asyncio.get_running_loop()
         self._connection: _Connection | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -151,7 +152,7 @@ class Http3Endpoint:
         self._trust.apply(configuration)
         connection = _Connection(self, configuration, self._order, self._loop)
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(_CONNECT_S):
                 await self._loop.create_datagram_endpoint(
                     lambda: connection, remote_addr=(self._host, self._port)
                 )
