@@ -175,7 +175,7 @@ BUDGET = {
     "proxy/core": (13_500, 37),
     "proxy/wire": (7_550, 24),
     "proxy/live": (38_450, 125),
-    "proxy/lab": (15_450, 55),
+    "proxy/lab": (15_400, 55),
     "proxy/cli": (5_500, 25),
     "predictors": (3_750, 13),
     "topologies": (2_100, 8),
