@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from prometheus_client.utils import floatToGoString
-
 from balanceroute.proxy.lab.emulate.faults import MalformedScrape
 
 CONTENT_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
@@ -232,4 +230,10 @@ def _labels(model: str, rank: int, more: Mapping[str, str] | None) -> str:
 
 
 def _number(value: float) -> str:
-    return str(floatToGoString(value))  # type: ignore[no-untyped-call]
+    """Format a number as prometheus_client does: from a million on as Go does."""
+    text = repr(value)
+    point = text.find(".")
+    if value > 0 and point > 6 and "e" not in text:
+        mantissa = f"{text[0]}.{text[1:point]}{text[point + 1 :]}".rstrip("0.")
+        return f"{mantissa}e+{point - 1:02d}"
+    return text
