@@ -64,32 +64,33 @@ def test_deep_options_are_written_again_or_left_alone() -> None:
     assert encoded > 100
 
 
+EACH_TOO = {"continuous_usage_stats": True}
+NOT_EACH = TOTAL | {"continuous_usage_stats": False}
+
+
 @pytest.mark.parametrize(
-    ("options", "hide_each", "hide_total"),
+    ("options", "each", "expected"),
     [
-        (None, True, True),
-        ({}, True, True),
-        ({"include_usage": False, "continuous_usage_stats": True}, True, True),
-        ({"include_usage": None}, True, True),
-        (TOTAL, True, False),
-        (TOTAL | {"continuous_usage_stats": False}, True, False),
-        (ALL, False, False),
-        (ALL | {"more": 1}, False, False),
+        (None, True, CountsAsked(ALL, True, True, True)),
+        ({}, True, CountsAsked(ALL, True, True, True)),
+        ({"include_usage": False} | EACH_TOO, True, CountsAsked(ALL, True, True, True)),
+        ({"include_usage": None}, True, CountsAsked(ALL, True, True, True)),
+        (TOTAL, True, CountsAsked(ALL, True, True, False)),
+        (NOT_EACH, True, CountsAsked(ALL, True, True, False)),
+        (ALL, True, CountsAsked(ALL, True, False, False)),
+        (ALL | {"more": 1}, True, CountsAsked(ALL | {"more": 1}, True, False, False)),
+        # The total alone may be asked, or what the client asked for.
+        (None, False, CountsAsked(NOT_EACH, False, True, True)),
+        (EACH_TOO, False, CountsAsked(EACH_TOO | NOT_EACH, False, True, True)),
+        (TOTAL, False, CountsAsked(NOT_EACH, False, True, False)),
+        (ALL, False, CountsAsked(ALL, True, False, False)),
     ],
+    ids=str,
 )
 def test_the_engine_is_asked_for_all_and_the_client_gets_what_it_asked(
-    options: dict[str, object] | None, *, hide_each: bool, hide_total: bool
+    options: dict[str, object] | None, each: bool, expected: CountsAsked
 ) -> None:
-    wanted = asked(options)
-    assert wanted == CountsAsked((options or {}) | ALL, True, hide_each, hide_total)
-
-
-@pytest.mark.parametrize("options", [None, {"continuous_usage_stats": True}, TOTAL])
-def test_the_total_alone_may_be_asked(options: dict[str, object] | None) -> None:
-    wanted = asked(options, each=False)
-    assert wanted is not None
-    assert wanted.options == TOTAL | {"continuous_usage_stats": False}
-    assert not wanted.each
+    assert asked(options, each=each) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,10 +105,6 @@ def test_the_total_alone_may_be_asked(options: dict[str, object] | None) -> None
 )
 def test_a_client_has_the_usage_at_the_end_only_if_it_asked(options: object, *, asks: bool) -> None:
     assert asks_total({"stream_options": options}) == asks
-
-
-def test_what_the_client_asked_for_is_asked() -> None:
-    assert asked(ALL, each=False) == CountsAsked(ALL, True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -579,24 +576,23 @@ async def test_the_tokens_of_a_stream_that_is_left(
     assert (record.output_tokens >= emitted - 4) is exact
 
 
+SENT: dict[str, dict[str, Any]] = {CHAT: {"messages": []}, COMPLETIONS: {"prompt": "a"}}
+TOTAL_ALONE = ASKED | {"continuous_usage_stats": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "stream", "options"),
+    [
+        (CHAT, True, [ASKED, TOTAL_ALONE, TOTAL_ALONE]),  # A rank with such a parser is asked once.
+        (COMPLETIONS, True, [ASKED, ASKED, ASKED]),
+        (CHAT, False, [None, None, None]),
+    ],
+)
 @served(ranks=1, reasoning_parser=True)
-async def test_a_rank_with_a_reasoning_parser_is_asked_once(site: Site) -> None:
-    values = {"messages": [], "max_tokens": 5, "stream": True}
-    for _ in range(3):
-        assert b"usage" not in (await site.post(CHAT, values)).body
-    total = ASKED | {"continuous_usage_stats": False}
-    assert options_sent(site) == [ASKED, total, total]
-
-
-@served(ranks=1, reasoning_parser=True)
-async def test_completions_cost_no_engine_its_reasoning(site: Site) -> None:
-    values = {"prompt": "a", "max_tokens": 5, "stream": True}
-    for _ in range(2):
-        assert b"usage" not in (await site.post(COMPLETIONS, values)).body
-    assert options_sent(site) == [ASKED, ASKED]
-
-
-@served()
-async def test_an_answer_that_is_not_streamed_asks_for_nothing(site: Site) -> None:
-    await site.post(CHAT, {"messages": [], "max_tokens": 5})
-    assert options_sent(site) == [None]
+async def test_no_engine_counts_its_reasoning_twice(
+    site: Site, path: str, stream: bool, options: list[object]
+) -> None:
+    for _ in options:
+        answer = await site.post(path, SENT[path] | {"max_tokens": 5, "stream": stream})
+        assert (b"usage" in answer.body) is not stream
+    assert options_sent(site) == options
