@@ -1,6 +1,7 @@
 """Requests that go on from token ids: which may, and what they ask for."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -136,37 +137,49 @@ GOES_ON = {"add_generation_prompt": False, "continue_final_message": True}
 
 
 @pytest.mark.parametrize(
-    ("members", "expected"),
+    ("form", "sent", "expected"),
     [
-        (completion(max_tokens=10), {"prompt": "Once upon", "max_tokens": 7}),
-        (completion(prompt=["Once"], max_tokens=10), {"prompt": "Once upon", "max_tokens": 7}),
+        (completion, {"max_tokens": 10}, {"prompt": "Once upon", "max_tokens": 7}),
+        (
+            completion,
+            {"prompt": ["Once"], "max_tokens": 10},
+            {"prompt": "Once upon", "max_tokens": 7},
+        ),
         # vLLM stops a completion without a limit after 16 tokens.
-        (completion(tokens=10), {"prompt": "Once upon", "max_tokens": 6}),
-        (completion(max_tokens=None), {"prompt": "Once upon"}),
+        (completion, {"tokens": 10}, {"prompt": "Once upon", "max_tokens": 6}),
+        (completion, {"max_tokens": None}, {"prompt": "Once upon"}),
         # The echo is not put into the prompt twice.
         (
-            completion("Once upon", echo=True, max_tokens=9),
+            completion,
+            {"text": "Once upon", "echo": True, "max_tokens": 9},
             {"prompt": "Once upon", "echo": False, "max_tokens": 6},
         ),
-        (chat(), {"messages": [USER, {"role": "assistant", "content": "Once"}]} | GOES_ON),
+        (chat, {}, {"messages": [USER, {"role": "assistant", "content": "Once"}]} | GOES_ON),
         (
-            chat("ce upon", messages=[USER, BEGUN], continue_final_message=True),
+            chat,
+            {"text": "ce upon", "messages": [USER, BEGUN], "continue_final_message": True},
             {"messages": [USER, BEGUN | {"content": "Once upon"}]} | GOES_ON,
         ),
         # An answer without any text begins again.
-        (chat("", tokens=1, max_tokens=9), {"max_tokens": 8}),
+        (chat, {"text": "", "tokens": 1, "max_tokens": 9}, {"max_tokens": 8}),
         (
-            chat("", tokens=3, max_tokens=10, max_completion_tokens=9, min_tokens=4),
+            chat,
+            {"text": "", "max_tokens": 10, "max_completion_tokens": 9, "min_tokens": 4},
             {"max_tokens": 7, "max_completion_tokens": 6, "min_tokens": 1},
         ),
         # A limit stays one that an engine takes, and an absent one absent.
-        (chat("", tokens=30, max_tokens=10, min_tokens=4), {"max_tokens": 1, "min_tokens": 0}),
-        (chat("", max_tokens=None), {}),
+        (
+            chat,
+            {"text": "", "tokens": 30, "max_tokens": 10, "min_tokens": 4},
+            {"max_tokens": 1, "min_tokens": 0},
+        ),
+        (chat, {"text": "", "max_tokens": None}, {}),
     ],
-    ids=str,
 )
-def test_which_members_change(members: dict[str, object], expected: dict[str, object]) -> None:
-    assert members == expected
+def test_which_members_change(
+    form: Callable[..., dict[str, object]], sent: dict[str, Any], expected: dict[str, object]
+) -> None:
+    assert form(**sent) == expected
 
 
 def test_a_second_resume_starts_from_what_the_client_sent() -> None:
