@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.agents import ID, MESSAGES, PATHS, alone, body, failed_within, plain, same
 from tests.live.control.test_pausing import reason
-from tests.support.site import Site, served
+from tests.support.site import Site, answering, served
 
 from balanceroute.proxy.live.telemetry.record import Outcome
 
@@ -202,16 +202,6 @@ def events(*values: dict[str, Any]) -> bytes:
     )
 
 
-def sends(body: bytes, kind: bytes) -> Any:
-    """Return what has an engine answer always the same."""
-
-    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-        del engine, request
-        reply.send(200, [(b"content-type", kind)], body)
-
-    return answer
-
-
 COMPLETED = {"type": "response.completed", "response": response("completed")}
 
 
@@ -233,7 +223,7 @@ async def test_words_of_a_client_or_a_model_are_no_sign_of_an_abort(
     kind = b"text/event-stream" if values.get("stream") else b"application/json"
     # Of a stream the prefill leg is a whole answer, which repeats the metadata too.
     handlers = site.rank_handlers if values.get("stream") else site.handlers
-    handlers[path.encode()] = sends(answer, kind)
+    handlers[path.encode()] = answering(200, answer, kind=kind)
     for number in range(1, 5):
         exchange = await site.post(path, values)
         assert (exchange.status, exchange.body) == (200, answer)
@@ -295,9 +285,10 @@ async def test_a_response_that_was_given_up_is_asked_of_another_engine(
     kind = b"text/event-stream" if stream else b"application/json"
     asked: list[str] = []
 
-    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
+    def answer(engine: str, _: "HttpRequest", reply: "Reply") -> None:
         asked.append(engine)
-        sends(given_up if len(asked) == 1 else whole, kind)(engine, request, reply)
+        said = given_up if len(asked) == 1 else whole
+        reply.send(200, [(b"content-type", kind)], said)
 
     wholly = {"truncation": "auto"} if role == "prefill" else {}
     handlers = site.handlers if role == "prefill" else site.rank_handlers

@@ -17,7 +17,7 @@ from tests.live.test_proxy_connectors import (
     another,
     same,
 )
-from tests.support.site import Site, play, served
+from tests.support.site import Site, answering, play, served
 
 from balanceroute.proxy.core.admission import Decision
 from balanceroute.proxy.live.openai.legs import decode_body
@@ -314,10 +314,7 @@ async def test_an_answer_that_may_exceed_the_context_has_no_early_token(
 async def test_where_no_engine_tells_its_context_the_rank_says_the_first_token(
     site: Site, path: str
 ) -> None:
-    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-        reply.send(404, [], b"")
-
-    site.handlers[b"/v1/models"] = answer
+    site.handlers[b"/v1/models"] = answering(404, b"", kind=None)
     await asyncio.sleep(70.0)  # Lists are read again every minute.
     same(
         await site.post(path, STREAMS[path], headers=ID),

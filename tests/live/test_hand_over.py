@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -279,36 +279,51 @@ async def there(path: Path) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_hang_up_while_a_new_version_starts_reaches_it_once_it_serves(tmp_path: Path) -> None:
-    """It may have read keys and tenants before they changed."""
-    steps: list[str] = []
+def successor(
+    *command: str,
+    steps: list[str],
+    orders: Callable[[], bytes] = bytes,
+    failed: Callable[[], None] = lambda: None,
+) -> Successor:
+    """Return one that notes what it does to the process that it follows."""
 
     async def stop_orders() -> None:
         steps.append("orders are stopped")
+
+    def note_failure() -> None:
+        steps.append("failed")
+        failed()
+
+    return Successor(
+        [*command],
+        public=lambda: [0],
+        admin=list,
+        stop_orders=stop_orders,
+        orders=orders,
+        led=lambda: None,
+        serves=lambda: steps.append("serves"),
+        failed=note_failure,
+    )
+
+
+def test_a_hang_up_while_a_new_version_starts_reaches_it_once_it_serves(tmp_path: Path) -> None:
+    """It may have read keys and tenants before they changed."""
+    steps: list[str] = []
 
     def orders() -> bytes:
         steps.append("orders are asked for")
         return b"[1]"
 
     async def main() -> None:
-        successor = Successor(
-            [sys.executable, "-c", SUCCESSOR, str(tmp_path)],
-            public=lambda: [0],
-            admin=list,
-            stop_orders=stop_orders,
-            orders=orders,
-            led=lambda: None,
-            serves=lambda: steps.append("serves"),
-            failed=lambda: steps.append("failed"),
-        )
-        successor.begin()
-        successor.begin()  # It is starting already.
+        new = successor(sys.executable, "-c", SUCCESSOR, str(tmp_path), steps=steps, orders=orders)
+        new.begin()
+        new.begin()  # It is starting already.
         await there(tmp_path / "starts")
-        successor.send(signal.SIGHUP)
+        new.send(signal.SIGHUP)
         (tmp_path / "may-serve").touch()
         await there(tmp_path / "hung-up")
-        assert successor.took_over is not None
-        successor.took_over.wait()
+        assert new.took_over is not None
+        new.took_over.wait()
 
     play(main())
     assert steps == ["orders are stopped", "orders are asked for", "serves"]
@@ -318,29 +333,12 @@ def test_a_hang_up_while_a_new_version_starts_reaches_it_once_it_serves(tmp_path
 def test_orders_are_taken_again_if_a_new_version_cannot_be_started(tmp_path: Path) -> None:
     steps: list[str] = []
 
-    async def stop_orders() -> None:
-        steps.append("orders are stopped")
-
     async def main() -> None:
         over = asyncio.Event()
-
-        def failed() -> None:
-            steps.append("failed")
-            over.set()
-
-        successor = Successor(
-            [str(tmp_path / "absent")],
-            public=lambda: [0],
-            admin=list,
-            stop_orders=stop_orders,
-            orders=bytes,
-            led=lambda: None,
-            serves=lambda: steps.append("serves"),
-            failed=failed,
-        )
-        successor.begin()
+        new = successor(str(tmp_path / "absent"), steps=steps, failed=over.set)
+        new.begin()
         await over.wait()
-        assert successor.took_over is None
+        assert new.took_over is None
 
     play(main())
     assert steps == ["orders are stopped", "failed"]

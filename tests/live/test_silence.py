@@ -5,7 +5,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.site import Exchanged, Site, play, served
+from tests.support.site import Exchanged, Site, answering, play, served
 
 from balanceroute.proxy.live.telemetry.record import Outcome
 
@@ -174,12 +174,8 @@ def test_behind_a_comment_an_engines_refusal_is_told_in_its_words(path: str) -> 
 
 @served()
 async def test_a_whole_answer_behind_a_comment_is_no_answer(site: Site) -> None:
-    def whole(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-        del engine, request
-        reply.send(200, [(b"content-type", b"application/json")], b'{"usage":{},"choices":[]}')
-
     def goes_on(reply: "Reply") -> None:
-        site.rank_handlers[COMPLETIONS.encode()] = whole
+        site.rank_handlers[COMPLETIONS.encode()] = answering(200, b'{"usage":{},"choices":[]}')
         reply.abort()
 
     silent(site, COMPLETIONS, [COMMENT], goes_on)

@@ -1,20 +1,16 @@
 """/inference/v1/generate, token ids in and out, through both legs."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.live.test_proxy_connectors import ID, PULL_KEYS, alone, another, same, usage
-from tests.support.site import Exchanged, Site, served
+from tests.support.site import Exchanged, Site, answering, served
 
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.completion_stream import ids_in
 from balanceroute.proxy.live.openai.shape import read_token_shape
 from balanceroute.proxy.live.telemetry.record import Outcome
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import HttpRequest
 
 GENERATE = "/inference/v1/generate"
 SAMPLING: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0}
@@ -196,11 +192,7 @@ async def test_tokens_are_counted_however_they_are_cut_into_events(site: Site) -
 
 @served()
 async def test_an_engine_without_the_route_says_so(site: Site) -> None:
-    def refuse(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-        del engine, request
-        reply.send(403, [(b"content-type", b"application/json")], b'{"error":{"message":"off"}}')
-
-    site.handlers[GENERATE.encode()] = refuse
+    site.handlers[GENERATE.encode()] = answering(403, b'{"error":{"message":"off"}}')
     answer = await site.post(GENERATE, ASKED, ID)
     assert (answer.status, answer.json) == (403, {"error": {"message": "off"}})
 

@@ -165,6 +165,12 @@ class Seen:
 Handler = Callable[[str, HttpRequest, Reply], None]
 
 
+def answering(status: int, body: bytes, *, kind: bytes | None = b"application/json") -> Handler:
+    """Return a handler that gives one answer, of a media type if it has one."""
+    headers = [] if kind is None else [(b"content-type", kind)]
+    return lambda _engine, _request, reply: reply.send(status, headers, body)
+
+
 class Site:
     """A proxy before emulated engines, and a client that speaks to each of them."""
 

@@ -5,7 +5,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.site import Exchanged, Site, play, served
+from tests.support.site import Exchanged, Site, answering, play, served
 
 from balanceroute.proxy.live.telemetry.record import Outcome
 
@@ -136,11 +136,7 @@ async def test_mooncake_does_not_compare_versions(site: Site) -> None:
 )
 @served(engine_versions={"decode/1": NEW})
 async def test_an_engine_that_tells_nothing_is_paired(site: Site, status: int, page: bytes) -> None:
-    def unreadable(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-        del engine, request
-        reply.send(status, [], page)
-
-    site.handlers[b"/version"] = unreadable
+    site.handlers[b"/version"] = answering(status, page, kind=None)
     site.fleet.kill("decode/1")
     await asyncio.sleep(10.0)
     await site.fleet.restore("decode/1")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.extended import usually
-from tests.support.site import Handler, Site, served
+from tests.support.site import Handler, Site, answering, served
 
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.engines.model_list import ModelsPageError, parse_models
@@ -65,11 +65,7 @@ def test_adapters_have_the_context_of_their_base_model() -> None:
 )
 @served(ranks=2)
 async def test_an_engines_odd_model_stops_nothing(site: Site, card: bytes) -> None:
-    def odd(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-        del engine, request
-        reply.send(200, JSON, b'{"data":[%b]}' % card)
-
-    site.rank_handlers[b"/v1/models"] = odd
+    site.rank_handlers[b"/v1/models"] = answering(200, b'{"data":[%b]}' % card)
     await asyncio.sleep(70.0)  # The lists are read again.
     assert (await site.post(CHAT, TALK | {"max_tokens": 4})).status == 200
     site.fleet.kill("decode/0")
@@ -87,11 +83,7 @@ async def test_a_card_that_could_be_read_and_not_written_is_not_shown(
 ) -> None:
     card = b'{"id":"tiny","more":%b}' % (b"[" * levels + b"]" * levels)
 
-    def deep(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-        del engine, request
-        reply.send(200, JSON, b'{"data":[%b]}' % card)
-
-    site.handlers[b"/v1/models"] = deep
+    site.handlers[b"/v1/models"] = answering(200, b'{"data":[%b]}' % card)
     await asyncio.sleep(70.0)  # The lists are read again.
     assert (await site.get("/v1/models")).status == 200
     assert (await site.get("/v1/models/tiny")).status in (200, 404)

@@ -12,7 +12,7 @@ from tests.extended import usually
 from tests.native import needs_native
 from tests.support.chaos.world import World
 from tests.support.played import in_real_time
-from tests.support.site import Site, play, served
+from tests.support.site import Site, answering, play, served
 
 from balanceroute.proxy.live.frontend.gateway import BodyQueue
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
@@ -22,7 +22,7 @@ from balanceroute.proxy.wire.http1.pump import load_library
 if TYPE_CHECKING:
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.wire.http1.pump import Pump
-    from balanceroute.proxy.wire.messages import HttpRequest, Reply
+    from balanceroute.proxy.wire.messages import Reply
 
 SMALL = b'{"prompt": "a"}'
 
@@ -250,12 +250,7 @@ def test_what_an_engine_would_read_otherwise_is_refused() -> None:
 @served()
 async def test_a_form_that_steers_kv_transfer_reaches_no_engine(site: Site) -> None:
     """An engine ends when such members are no object: one form would take down every prefiller."""
-
-    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-        del engine, request
-        reply.send(200, [(b"content-type", b"application/json")], b"{}")
-
-    site.handlers[TRANSCRIPTIONS.encode()] = answer
+    site.handlers[TRANSCRIPTIONS.encode()] = answering(200, b"{}")
     headers = [(b"content-type", FORM)]
     parts = (SOUND, b"\x00"), (b'Content-Disposition: form-data; name="model"', b"tiny")
     refused = await site.post(TRANSCRIPTIONS, form(*parts, (NAMED, XARGS)), headers)

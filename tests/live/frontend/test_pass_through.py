@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.agents import ID, MESSAGES, PATHS, RESPONSES, alone, same
 from tests.live.agents import body as body_for
-from tests.support.site import Exchanged, Handler, Site, served
+from tests.support.site import Exchanged, Handler, Site, answering, served
 
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.topologies import CONNECTORS, KvFlow
@@ -148,11 +148,7 @@ async def test_an_engine_that_is_silent_makes_a_504(site: Site) -> None:
 
 @served(flags={"answer_limit_bytes": 4_096})
 async def test_an_answer_past_the_limit_is_not_kept(site: Site) -> None:
-    def boast(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-        del engine, request
-        reply.send(200, [(b"content-type", b"application/json")], b"x" * 5_000)
-
-    site.handlers[b"/tokenize"] = boast
+    site.handlers[b"/tokenize"] = answering(200, b"x" * 5_000)
     assert "too long" in error_of(await site.post("/tokenize", {"prompt": "t1"}), 502)
 
 
@@ -404,22 +400,14 @@ async def test_a_chat_goes_on_where_a_gateway_knows_no_path(site: Site) -> None:
 )
 @served()
 async def test_a_404_of_the_api_itself_is_passed_on(site: Site, body: bytes) -> None:
-    def refuse(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-        del engine, request
-        reply.send(404, [(b"content-type", b"application/json")], body)
-
-    site.handlers[MESSAGES.encode()] = refuse
+    site.handlers[MESSAGES.encode()] = answering(404, body)
     answer = await site.post(MESSAGES, {"model": "x", "messages": [], "max_tokens": 5})
     assert (answer.status, answer.body) == (404, body)
 
 
 @served()
 async def test_a_chat_route_that_is_missing_is_the_engines_404(site: Site) -> None:
-    def refuse(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-        del engine, request
-        reply.send(404, [(b"content-type", b"application/json")], b'{"detail":"Not Found"}')
-
-    site.handlers[CHAT.encode()] = refuse
+    site.handlers[CHAT.encode()] = answering(404, b'{"detail":"Not Found"}')
     answer = await site.post(CHAT, {"model": "tiny", "messages": []})
     assert (answer.status, answer.body) == (404, b'{"detail":"Not Found"}')
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.site import Site, served
+from tests.support.site import Site, answering, served
 
 from balanceroute.proxy.live.openai.routes import CONTROL, ROUTES, Handling, Media, find
 
@@ -112,11 +112,7 @@ async def test_what_one_engine_answers_reaches_a_prefiller_as_it_came(
 
 @served()
 async def test_no_member_that_steers_kv_transfer_reaches_an_engine(site: Site) -> None:
-    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-        del engine, request
-        reply.send(200, [], b"{}")
-
-    site.handlers[BATCH.encode()] = answer
+    site.handlers[BATCH.encode()] = answering(200, b"{}", kind=None)
     body = {"messages": [], "kv_transfer_params": {"do_remote_prefill": True}}
     assert (await site.post(BATCH, body)).status == 200
     assert site.seen[-1].values == {"messages": []}

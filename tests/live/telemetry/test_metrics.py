@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Info, Sum
 from prometheus_client import Histogram as LibraryHistogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.live.control.test_admin import SNAPSHOT as ONE_RANK
 from tests.script import script
 from tests.support.site import Site, served
 
@@ -33,7 +34,6 @@ from balanceroute.proxy.live.telemetry.snapshot import (
     EngineState,
     LimitsState,
     PredictorScores,
-    PrefillerState,
     RankState,
     Snapshot,
 )
@@ -66,29 +66,12 @@ NOT_YET = PredictorScores(
     observed=(None,) * 10,
     decile_rows=(0,) * 10,
 )
-SNAPSHOT = Snapshot(
-    policy="br-h",
-    predictor="survival",
+SNAPSHOT = replace(
+    ONE_RANK,
     ranks=[
-        RankState(0, "http://d:8000@0", True, "up", 4000, 3, 2, 13),
+        *ONE_RANK.ranks,
         RankState(1, "http://d:8000@1", False, "quarantined", 1000, 1, 1, 15, 0.75),
     ],
-    prefillers=[PrefillerState(0, "http://p:8000", True, "up", 2, 1, 3000, 0.25)],
-    queued=5,
-    prefilling=2,
-    pooled=4,
-    decoding=3,
-    pool_limit=24,
-    oldest_pooled_s=0.5,
-    imbalance_tokens=3000,
-    steps=7,
-    step_s=0.03,
-    idle_tokens=100,
-    capacity_tokens=400,
-    client_connections=11,
-    engine_connections=6,
-    draining=False,
-    rows_judged=50,
     predictors=[SCORES, NOT_YET],
     budget=BudgetState(
         limit_per_rank=12,

@@ -12,7 +12,7 @@ import pytest
 from tests.live.opcodes import counted, share
 from tests.live.tracing.otlp import URL, Collector, plain
 from tests.support.played import played_by
-from tests.support.site import Site, play
+from tests.support.site import Site, answering, play
 
 from balanceroute.proxy.live.tracing import exporter
 from balanceroute.proxy.live.tracing.exporter import DELAY_S
@@ -177,11 +177,7 @@ async def test_a_refused_request_has_a_span_alone(site: Site, collector: Collect
 async def test_a_request_that_the_engines_fail_is_an_error(
     site: Site, collector: Collector
 ) -> None:
-    def fail(engine: str, request: HttpRequest, reply: Reply) -> None:
-        del engine, request
-        reply.send(500, [], b'{"error": {"message": "no"}}')
-
-    site.handlers[COMPLETIONS.encode()] = fail
+    site.handlers[COMPLETIONS.encode()] = answering(500, b'{"error": {"message": "no"}}', kind=None)
     await site.post(COMPLETIONS, BODY)
     (span,) = await took(site, collector)
     assert span.status.code == ERROR
