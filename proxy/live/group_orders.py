@@ -1,7 +1,6 @@
 """Groups that are added, drained and removed while the proxy serves."""
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
@@ -11,8 +10,14 @@ from msgspec.json import decode
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.order_store import OrderStore, basis_of
-from balanceroute.proxy.live.control.orders import ConflictError, OrderRefusal, read_order, text_of
-from balanceroute.proxy.live.control.pages import Routes, answering, begin, send_json
+from balanceroute.proxy.live.control.orders import (
+    ConflictError,
+    OrderRefusal,
+    force_of,
+    read_order,
+    text_of,
+)
+from balanceroute.proxy.live.control.pages import Routes, answering, begin, send_json, where
 from balanceroute.proxy.live.control.roster import named
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.settings.config import GroupConfig
@@ -112,7 +117,6 @@ class GroupOrders:
     Args:
         begin: Starts a group and serves it from now on.
         end: Serves a group no more, and closes it.
-        in_force: Keeps what was ordered.
     """
 
     def __init__(
@@ -191,11 +195,7 @@ _KEYS = frozenset({"model", "connector", "prefill", "decode", "proxy"})
 
 
 class GroupPages:
-    """Serves them.
-
-    Attributes:
-        routes: By path and method.
-    """
+    """Serves them."""
 
     def __init__(self, groups: GroupOrders, tasks: set[asyncio.Task[None]]) -> None:
         self._groups = groups
@@ -217,14 +217,12 @@ class GroupPages:
     def _drain(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"group"})
         self._groups.drain(text_of(order, "group"))
-        _note(request, order, "drains")
+        _log.info("admin: drains a group", extra=where(request, order))
         self._rows(request, reply)
 
     def _remove(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"group"}, optional={"force"})
-        group, force = text_of(order, "group"), order.get("force", False)
-        if not isinstance(force, bool):
-            raise OrderRefusal(400, "force must be true or false", param="force")
+        group, force = text_of(order, "group"), force_of(order)
         self._carry_out(
             request, reply, order, lambda: self._groups.remove(group, force=force), "removed"
         )
@@ -248,12 +246,7 @@ class GroupPages:
                     await do()
                 finally:
                     self._busy = False
-                _note(request, order, word)
+                _log.info("admin: %s a group", word, extra=where(request, order))
                 self._rows(request, reply)
 
         begin(self._tasks, carry_out())
-
-
-def _note(request: HttpRequest, order: dict[str, object], word: str) -> None:
-    fields = {"peer": request.peer, "order": json.dumps(order)}
-    _log.info("admin: %s a group", word, extra={"fields": fields})

@@ -46,6 +46,7 @@ from balanceroute.proxy.live.control.orders import (
     UnknownInstanceError,
     address_of,
     event_addresses_of,
+    force_of,
     group_of,
     instance_of,
     read_order,
@@ -65,11 +66,13 @@ from balanceroute.proxy.live.control.pages import (
     as_json,
     asked_of,
     begin,
+    saying,
     send_json,
+    where,
 )
 from balanceroute.proxy.live.control.pages import PATHS as PAUSE_PATHS
 from balanceroute.proxy.live.control.pausing import Pausing
-from balanceroute.proxy.live.control.roster import EngineOrders
+from balanceroute.proxy.live.control.roster import Addition, EngineOrders
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Status
 from balanceroute.proxy.live.security import Secret, bearer_token, check_host
@@ -101,11 +104,7 @@ _ID_DIGITS = 16
 
 
 class InstanceRows:
-    """The rows of all instances, made once for all that wait for some of them.
-
-    Args:
-        make: Returns a row for each instance; see `instance_rows`.
-    """
+    """The rows of all instances, made once for all that wait for some of them."""
 
     def __init__(self, make: Callable[[], list[dict[str, object]]]) -> None:
         self._make = make
@@ -154,7 +153,7 @@ class Workers:
         group = order.get("group")
         if not (group is None or isinstance(group, str)):
             raise ConfigError("group must be a text")
-        await self._engines.add(role, url, ranks=ranks, bootstrap=bootstrap, group=group)
+        await self._engines.add(Addition(role, url, ranks, bootstrap=bootstrap), group)
         return _accepted(role.value, address.base)
 
     def urls(self) -> dict[str, object]:
@@ -315,8 +314,10 @@ class Admin:
         self.takes_orders = True
         self._routes: Routes = {
             b"/": {b"GET": self._page},
-            b"/health": {b"GET": self._health},
-            b"/liveness": {b"GET": self._health},
+            **{
+                path: {b"GET": saying(lambda _: {"status": "ok"})}
+                for path in (b"/health", b"/liveness")
+            },
             **{path: {b"GET": self._ready} for path in (b"/ready", b"/readiness", b"/healthcheck")},
             b"/metrics": {b"GET": self._metrics},
             b"/admin/state": {b"GET": self._state},
@@ -328,14 +329,17 @@ class Admin:
             b"/admin/policy": {b"POST": self._set_policy},
             b"/admin/log-level": {b"POST": self._set_log_level},
             b"/admin/reload": {b"POST": self._reload},
-            PATH: {b"GET": self._list_workers, b"POST": self._add_worker},
-            b"/list_workers": {b"GET": self._list_urls},
+            PATH: {b"GET": saying(lambda _: self._workers.all()), b"POST": self._add_worker},
+            b"/list_workers": {b"GET": saying(lambda _: self._workers.urls())},
             b"/add_worker": {b"POST": self._add_by_query},
             b"/remove_worker": {b"POST": self._remove_by_query},
         }
         self._routes |= PausePages(control.pausing, self._pauses, self._check_places).routes
         self._routes |= more_routes(self._additions)
-        self._of_worker = {b"GET": self._worker, b"DELETE": self._remove_worker}
+        self._of_worker = {
+            b"GET": saying(lambda request: self._workers.one(request.path)),
+            b"DELETE": self._remove_worker,
+        }
         # Those that take a query.
         self._asking = (self._state, self._requests, self._add_by_query, self._remove_by_query)
 
@@ -388,26 +392,28 @@ class Admin:
         if self.going_on + self._live_view.viewers >= MAX_WAITS:
             raise OrderRefusal(429, f"too many orders and views go on: {MAX_WAITS} at a time")
 
+    def _check_additions(self) -> None:
+        if len(self._additions) >= MAX_ADDITIONS:
+            raise OrderRefusal(429, "too many instances are being added")
+        self._check_places()
+
     def _authorise(self, request: HttpRequest) -> None:
         if request.path in _OPEN_PATHS:
             return
         if self.token is None:
             foreign = check_host(request.headers, self._names)
             if foreign is not None:
-                _log.warning("admin: refused what a web page may have sent", extra=_where(request))
+                _log.warning("admin: refused what a web page may have sent", extra=where(request))
                 raise OrderRefusal(foreign.status, foreign.message)
             return
         if not self.knows(request.headers):
-            _log.warning("admin: refused a request without the token", extra=_where(request))
+            _log.warning("admin: refused a request without the token", extra=where(request))
             raise OrderRefusal(
                 401, "the token is missing or wrong", headers=[(b"www-authenticate", b"Bearer")]
             )
 
     def _page(self, _request: HttpRequest, reply: Reply) -> None:
         reply.send(200, [*HEADERS, *COMMON_HEADERS], PAGE)
-
-    def _health(self, _request: HttpRequest, reply: Reply) -> None:
-        send_json(reply, 200, {"status": "ok"})
 
     def _ready(self, _request: HttpRequest, reply: Reply) -> None:
         ready = self._control.ready
@@ -454,22 +460,15 @@ class Admin:
         ranks = order.get("ranks")
         if ranks is not None and (type(ranks) is not int or ranks < 1):
             raise OrderRefusal(400, "ranks must be a positive integer", param="ranks")
-        if len(self._additions) >= MAX_ADDITIONS:
-            raise OrderRefusal(429, "too many instances are being added")
-        self._check_places()
+        addition = Addition(
+            role, url, ranks, bootstrap=bootstrap, kv_events=kv_events, kv_replay=kv_replay
+        )
+        self._check_additions()
 
         async def add() -> None:
             with answering(reply):
-                await self._engines.add(
-                    role,
-                    url,
-                    ranks=ranks,
-                    bootstrap=bootstrap,
-                    group=group,
-                    kv_events=kv_events,
-                    kv_replay=kv_replay,
-                )
-                _log.info("admin: added an instance", extra=_where(request, order))
+                await self._engines.add(addition, group)
+                _log.info("admin: added an instance", extra=where(request, order))
                 self._instances(request, reply)
 
         begin(self._additions, add())
@@ -482,7 +481,7 @@ class Admin:
         if wait_s:
             self._check_places()
         self._engines.having(role, url).drain(role, url, deadline_s=deadline_s)
-        _log.info("admin: drains an instance", extra=_where(request, order))
+        _log.info("admin: drains an instance", extra=where(request, order))
         if not wait_s:
             self._instances(request, reply)
             return
@@ -514,19 +513,10 @@ class Admin:
 
     def _remove(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"role", "url"}, optional={"force"})
-        force = order.get("force", False)
-        if not isinstance(force, bool):
-            raise OrderRefusal(400, "force must be true or false", param="force")
-        role, url = instance_of(order)
+        force, (role, url) = force_of(order), instance_of(order)
         self._engines.having(role, url).remove(role, url, force=force)
-        _log.info("admin: removed an instance", extra=_where(request, order))
+        _log.info("admin: removed an instance", extra=where(request, order))
         self._instances(request, reply)
-
-    def _list_workers(self, _request: HttpRequest, reply: Reply) -> None:
-        send_json(reply, 200, self._workers.all())
-
-    def _worker(self, request: HttpRequest, reply: Reply) -> None:
-        send_json(reply, 200, self._workers.one(request.path))
 
     def _add_worker(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"url", "worker_type"}, optional=MORE_OF_A_WORKER)
@@ -535,24 +525,19 @@ class Admin:
     def _begin_adding(
         self, request: HttpRequest, reply: Reply, order: dict[str, object], status: int
     ) -> None:
-        if len(self._additions) >= MAX_ADDITIONS:
-            raise OrderRefusal(429, "too many instances are being added")
-        self._check_places()
+        self._check_additions()
 
         async def add() -> None:
             with answering(reply):
                 send_json(reply, status, await self._workers.add(order))
-                _log.info("admin: added a worker", extra=_where(request, order))
+                _log.info("admin: added a worker", extra=where(request, order))
 
         begin(self._additions, add())
 
     def _remove_worker(self, request: HttpRequest, reply: Reply) -> None:
         answer = self._workers.remove(request.path)
-        _log.info("admin: removes a worker", extra=_where(request, answer))
+        _log.info("admin: removes a worker", extra=where(request, answer))
         send_json(reply, 202, answer)
-
-    def _list_urls(self, _request: HttpRequest, reply: Reply) -> None:
-        send_json(reply, 200, self._workers.urls())
 
     def _add_by_query(self, request: HttpRequest, reply: Reply) -> None:
         order: dict[str, object] = {**asked_of(request, "url", "worker_type", *MORE_OF_A_WORKER)}
@@ -567,29 +552,23 @@ class Admin:
         if url is None:
             raise OrderRefusal(400, "url is missing", param="url")
         answer = self._workers.remove_url(url)
-        _log.info("admin: removes a worker", extra=_where(request, answer))
+        _log.info("admin: removes a worker", extra=where(request, answer))
         send_json(reply, 200, answer)
 
     def _set_policy(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"policy"}, optional={"group"})
         self._control.set_policy(text_of(order, "policy"), group_of(order))
-        _log.info("admin: changed the policy", extra=_where(request, order))
+        _log.info("admin: changed the policy", extra=where(request, order))
         send_json(reply, 200, order)
 
     def _set_log_level(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"level"})
         self._control.set_log_level(text_of(order, "level"))
-        _log.info("admin: changed the log level", extra=_where(request, order))
+        _log.info("admin: changed the log level", extra=where(request, order))
         send_json(reply, 200, order)
 
     def _reload(self, request: HttpRequest, reply: Reply) -> None:
         read_order(request, required=set())
         counts = self._control.reload()
-        _log.info("admin: read keys, certificates and tenants again", extra=_where(request))
+        _log.info("admin: read keys, certificates and tenants again", extra=where(request))
         send_json(reply, 200, counts)
-
-
-def _where(request: HttpRequest, order: dict[str, object] | None = None) -> dict[str, object]:
-    """Return what the log says of a request: where it came from and what it asked for."""
-    asked = {} if order is None else {"order": json.dumps(order)}
-    return {"fields": {"peer": request.peer, **asked}}

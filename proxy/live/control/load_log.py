@@ -20,12 +20,7 @@ from balanceroute.proxy.live.telemetry.process_log import json_line
 
 
 class LoadLog:
-    """Samples the ledger of a driver's scheduler.
-
-    Args:
-        interval_s: Between two samples.
-        write: Takes one line with its newline, and does not block.
-    """
+    """Samples the ledger of a driver's scheduler."""
 
     def __init__(
         self,

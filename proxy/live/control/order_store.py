@@ -136,7 +136,6 @@ class OrderStore:
         return self._path.read_bytes() if self._path.exists() else b""
 
     def _write(self) -> None:
-        """Write the file, whole or not at all."""
         if self._path is None or self._handed_over:
             return
         self._unwritten = True

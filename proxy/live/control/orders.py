@@ -88,6 +88,14 @@ def seconds_of(order: Mapping[str, object], name: str) -> float | None:
     return value
 
 
+def force_of(order: Mapping[str, object]) -> bool:
+    """Return whether an order holds although requests are in flight. Raises Refusal: it is no flag."""
+    force = order.get("force", False)
+    if not isinstance(force, bool):
+        raise OrderRefusal(400, "force must be true or false", param="force")
+    return force
+
+
 def group_of(order: dict[str, object]) -> str | None:
     """Return the group that an order names; None if it names none. Raises Refusal: it is no text."""
     return text_of(order, "group") if "group" in order else None
@@ -130,9 +138,6 @@ def text_of(order: dict[str, object], key: str) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
         raise OrderRefusal(400, f"{key} must be a text of 1 to {MAX_TEXT} characters", param=key)
     return value
-
-
-# Why an order about the engines is not carried out.
 
 
 class UnknownInstanceError(BalanceRouteError):

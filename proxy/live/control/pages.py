@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from importlib.resources import files
 from urllib.parse import parse_qsl, urlencode
 
@@ -141,6 +142,17 @@ def send_json(reply: Reply, status: int, value: object) -> None:
     reply.send(status, [*JSON_HEADERS, *COMMON_HEADERS], body)
 
 
+def saying(say: Callable[[HttpRequest], object]) -> Callable[[HttpRequest, Reply], None]:
+    """Return what answers a request at once, with what is said."""
+    return lambda request, reply: send_json(reply, 200, say(request))
+
+
+def where(request: HttpRequest, order: dict[str, object] | None = None) -> dict[str, object]:
+    """Return what the log says of a request: where it came from and what it asked for."""
+    asked = {} if order is None else {"order": json.dumps(order)}
+    return {"fields": {"peer": request.peer, **asked}}
+
+
 def _send_error(reply: Reply, error: OrderRefusal) -> None:
     reply.send(
         error.status,
@@ -191,12 +203,7 @@ class PausePages:
     """Serves them.
 
     Args:
-        pausing: Carries out the orders.
-        tasks: Those that do so.
         check_places: Raises Refusal if one more may not be waited for long.
-
-    Attributes:
-        routes: By path and method.
     """
 
     def __init__(
@@ -211,11 +218,11 @@ class PausePages:
         self.routes: Routes = {
             b"/pause": {b"POST": self._pause},
             b"/resume": {b"POST": self._resume},
-            b"/is_paused": {b"GET": self._is_paused},
+            b"/is_paused": {b"GET": saying(partial(self._paused, "is_paused"))},
             ABORT: {b"POST": self._abort},
             b"/sleep": {b"POST": self._sleep},
             b"/wake_up": {b"POST": self._wake_up},
-            b"/is_sleeping": {b"GET": self._is_sleeping},
+            b"/is_sleeping": {b"GET": saying(partial(self._paused, "is_sleeping"))},
             b"/flush_cache": {b"POST": self._fan_out},
             **{path.encode(): {b"POST": self._fan_out} for path in FANNED_OUT},
         }
@@ -238,9 +245,9 @@ class PausePages:
         asked = asked_of(request, "engines")
         self._begin(request, reply, self._pausing.resume(engines=_flag(asked, "engines")))
 
-    def _is_paused(self, request: HttpRequest, reply: Reply) -> None:
+    def _paused(self, name: str, request: HttpRequest) -> dict[str, bool]:
         asked_of(request)
-        send_json(reply, 200, {"is_paused": self._pausing.paused})
+        return {name: self._pausing.paused}
 
     def _sleep(self, request: HttpRequest, reply: Reply) -> None:
         asked = asked_of(request, "level", "mode", "timeout_s")
@@ -257,10 +264,6 @@ class PausePages:
         if len(pairs) > _MOST_TAGS or any(name != "tags" for name, _ in pairs):
             raise OrderRefusal(400, f"the page takes tags, at most {_MOST_TAGS}")
         self._begin(request, reply, self._pausing.wake_up([tag for _, tag in pairs]))
-
-    def _is_sleeping(self, request: HttpRequest, reply: Reply) -> None:
-        asked_of(request)
-        send_json(reply, 200, {"is_sleeping": self._pausing.paused})
 
     def _abort(self, request: HttpRequest, reply: Reply) -> None:
         asked_of(request)

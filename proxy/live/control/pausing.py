@@ -101,10 +101,7 @@ class Pausing:
     async def sleep(self, level: int, mode: str, *, limit_s: float) -> dict[str, object]:
         """Do as `pause` does, and have the engines sleep.
 
-        Args:
-            level: 0 to pause alone, 1 to give up KV caches and offload weights, 2 to give up both.
-            mode: As for `pause`, like the rest.
-            limit_s: Likewise.
+        `level` is 0 to pause alone, 1 to give up KV caches and offload weights, 2 to give up both.
 
         Raises:
             ConfigError: There is no such level or mode.

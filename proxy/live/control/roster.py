@@ -49,7 +49,6 @@ class DrainDeadlines:
     """One timer for each engine that has a deadline.
 
     Args:
-        due: Called when one has come.
         unix_s: Wall-clock time, which a restart does not begin anew.
     """
 
@@ -107,15 +106,11 @@ class Readiness:
         message = (
             "no engine of a role is up" if self._was_ready else "waiting for engines of a role"
         )
-        for role in sorted(new, key=_name):
+        for role in sorted(new, key=lambda role: role.value):
             _log.warning(message, extra={"fields": {"role": role.value}})
         if self._missing and not missing:
             _log.warning("the fleet is ready: an engine of each role is up")
         self._missing = self._missing & missing | new
-
-
-def _name(role: Role) -> str:
-    return role.value
 
 
 # Between two questions for the ranks of a decode server that does not answer yet.
@@ -127,7 +122,7 @@ async def await_decoder(roster: "Roster", server: DecodeServer) -> None:
     while True:
         await asyncio.sleep(_DISCOVERY_S)
         try:
-            await roster.add(Role.DECODE, server.url.base, ranks=None, bootstrap=None)
+            await roster.add(Addition(Role.DECODE, server.url.base))
         except ConflictError:
             return  # It was added meanwhile.
         except ConfigError as error:
@@ -175,11 +170,7 @@ class Roster:
 
     Args:
         instances: The list; empty at first.
-        connector: The name of the KV connector.
-        connect: Makes the connections to an engine.
         discover: Asks a decode server how many data-parallel ranks it has. Raises FetchError.
-        memory: How many KV tokens fit on a rank.
-        slots: Warns where a rank has fewer than it should have.
         utilisation_limit: KV-cache use of a prefiller above which it takes no prefill.
         pairing: Asks each engine what it is before it takes anything.
         left: Called with the address of an engine that is there no more.
@@ -309,13 +300,6 @@ class Roster:
         del self.servers[self.enlist_prefiller(server)]
         self.instances.prefillers[-1].status = Status.REMOVED
 
-    async def _ask(self, url: EngineUrl) -> int:
-        """Return the number of ranks of a decode server."""
-        try:
-            return await self._discover(url)
-        except FetchError as error:
-            raise _untold(url, error) from None
-
     def _enlist_ranks(self, server: DecodeServer, *, again: bool = False) -> Target:
         target = Target(Role.DECODE, server.url.base)
         endpoint, asked = self._endpoint(server.url), not self.pairing.active
@@ -329,38 +313,25 @@ class Roster:
             self.instances.ranks.append(rank)
         return target
 
-    async def add(
-        self,
-        role: Role,
-        url: str,
-        *,
-        ranks: int | None,
-        bootstrap: str | None,
-        kv_events: str | None = None,
-        kv_replay: str | None = None,
-    ) -> None:
+    async def add(self, addition: Addition) -> None:
         """Add an instance while the proxy serves, or take a draining one back.
 
-        Args:
-            role: What it does.
-            url: Its address.
-            ranks: The number of a decode server's ranks; None to ask it.
-            bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
-            kv_events: Where a prefiller publishes its KV cache events; None if it does not say.
-            kv_replay: Where it sends them again; likewise.
+        A decode server is asked for its ranks if the addition has none.
 
         Raises:
             ConfigError: An address is none, something is said of an instance that it cannot have,
                 it has too many ranks, or the server does not tell them.
             ConflictError: It is there already.
         """
-        address = EngineUrl.parse(url)
-        target = Target(role, address.base)
-        asks = ranks is None and role is Role.DECODE and address.rank is None and bootstrap is None
-        asks = asks and not self.instances.has(target)
-        if asks:
-            ranks = await self._ask(address)
-        addition = Addition(role, url, ranks, asks, bootstrap, kv_events, kv_replay)
+        address = EngineUrl.parse(addition.url)
+        target = Target(addition.role, address.base)
+        untold = addition.ranks is None and addition.bootstrap is None and address.rank is None
+        if untold and target.role is Role.DECODE and not self.instances.has(target):
+            try:
+                ranks = await self._discover(address)
+            except FetchError as error:
+                raise _untold(address, error) from None
+            addition = replace(addition, ranks=ranks, asked=True)
         (reason,) = self.add_all([addition])
         if reason is not None:
             raise reason
@@ -524,7 +495,6 @@ class Roster:
         return sessions_on(self._driver.sessions, target)
 
     def in_flight(self) -> Counter[Target]:
-        """Return how many requests are in flight on each instance that has some."""
         return in_flight(self._driver.sessions)
 
     def health_changed(self, target: Target, up: bool, reason: str) -> None:
@@ -696,17 +666,7 @@ class EngineOrders:
     def __init__(self, rosters: Callable[[], Mapping[str, Roster]]) -> None:
         self._rosters = rosters
 
-    async def add(
-        self,
-        role: Role,
-        url: str,
-        *,
-        ranks: int | None,
-        bootstrap: str | None,
-        group: str | None = None,
-        kv_events: str | None = None,
-        kv_replay: str | None = None,
-    ) -> None:
+    async def add(self, addition: Addition, group: str | None) -> None:
         """Add an instance to a group; None without groups, or to take a draining one back.
 
         Raises:
@@ -715,7 +675,7 @@ class EngineOrders:
             ConflictError: It is there already, perhaps in another group.
             UnknownInstanceError: There is no such group.
         """
-        rosters, base = self._rosters(), EngineUrl.parse(url).base
+        rosters, base = self._rosters(), EngineUrl.parse(addition.url).base
         both = [Target(either, base) for either in Role]
         owners = [name for name, one in rosters.items() if any(map(one.instances.has, both))]
         name = owners[0] if group is None and owners else group
@@ -723,15 +683,13 @@ class EngineOrders:
         if any(one != name for one in owners):
             raise ConflictError(f"{base} is an engine of the group {owners[0]!r}")
         roster = rosters[name]
-        if kv_events is not None and role is not Role.PREFILL:
+        if addition.kv_events is not None and addition.role is not Role.PREFILL:
             raise ConfigError("kv_events: only prefillers tell what they have cached")
-        if kv_events is not None and roster.instances.engine_blocks is None:
+        if addition.kv_events is not None and roster.instances.engine_blocks is None:
             raise ConfigError(
                 "kv_events: none are followed: start the proxy with --kv-events or --kv-events-port"
             )
-        await roster.add(
-            role, url, ranks=ranks, bootstrap=bootstrap, kv_events=kv_events, kv_replay=kv_replay
-        )
+        await roster.add(addition)
 
     def having(self, role: Role, url: str) -> Roster:
         """Return the roster that has an instance, or one that says that it has not."""

@@ -269,6 +269,13 @@ def _oldest_pooled_s(driver: Driver, now_s: float) -> float:
 # What the admin page shows, made from a snapshot every 0.8 s while somebody looks.
 
 
+_SHOWN_OF_ALL = (
+    *("policy", "predictor", "draining", "queued", "prefilling", "pooled", "decoding"),
+    *("pool_limit", "oldest_pooled_s", "step_s", "still_ranks", "idle_ratio", "idle_ratios"),
+    "engines",
+)
+_SHOWN_OF_RANKS = ("name", "url", "status", "kv_tokens", "bound", "free_slots", "at_barrier")
+_SHOWN_OF_PREFILLERS = ("name", "status", "held_tokens")
 MAX_SHOWN_TENANTS = 64
 """On the page: those that have most in flight."""
 
@@ -282,16 +289,7 @@ def view_of_all(
     forbidden: str,
     scaling: Mapping[str, Mapping[str, object]],
 ) -> dict[str, object]:
-    """Return the view of all groups, or of the only deployment, whose name is empty.
-
-    Args:
-        states: By name.
-        metrics: What is counted.
-        drivers: By name.
-        aliases: The names that stand for several groups.
-        forbidden: Why nothing is admitted; empty if something may be.
-        scaling: What autoscalers are told, by name.
-    """
+    """Return the view of all groups, or of the only deployment, whose name is empty."""
     latencies = metrics.latencies()
     views = {
         name: view_of(
@@ -331,47 +329,30 @@ def view_of(
     running_tokens: int = 0,
     scaling: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
-    """Return the view of one deployment, which `msgspec` can write.
-
-    Args:
-        state: Its state.
-        latencies: Histograms by stage.
-        counts: What became of its requests.
-        ready: Whether it takes requests.
-        forbidden: Why nothing is admitted; empty if something may be.
-        running_tokens: Tokens that requests which have not ended have got.
-        scaling: What autoscalers are told of it, if anything.
-    """
+    """Return the view of one deployment, which `msgspec` can write."""
     assert state.limits is not None
     budget = state.budget
     return {
         "version": __version__,
-        "policy": state.policy,
-        "predictor": state.predictor,
+        **_row(state, _SHOWN_OF_ALL),
         "ready": ready,
-        "draining": state.draining,
         "forbidden": forbidden,
-        "queued": state.queued,
-        "prefilling": state.prefilling,
-        "pooled": state.pooled,
-        "decoding": state.decoding,
         "batch": state.limits.batch,
         "queue_limit": state.limits.queue,
-        "pool_limit": state.pool_limit,
         "inflight_limit": None if budget is None else budget.limit_per_rank,
-        "oldest_pooled_s": state.oldest_pooled_s,
-        "step_s": state.step_s,
-        "still_ranks": state.still_ranks,
-        "idle_ratio": state.idle_ratio,
-        "idle_ratios": state.idle_ratios,
         "outcomes": counts.outcomes,
         "output_tokens": counts.output_tokens + running_tokens,
         "scaling": scaling,
-        "ranks": [_rank_row(one) for one in state.ranks if one.status != Status.REMOVED.value],
-        "prefillers": [
-            _prefiller_row(one) for one in state.prefillers if one.status != Status.REMOVED.value
+        "ranks": [
+            _row(one, _SHOWN_OF_RANKS) | _why(one)
+            for one in state.ranks
+            if one.status != Status.REMOVED.value
         ],
-        "engines": state.engines,
+        "prefillers": [
+            _row(one, _SHOWN_OF_PREFILLERS) | _why(one) | {"requests": one.probes + one.direct}
+            for one in state.prefillers
+            if one.status != Status.REMOVED.value
+        ],
         "latencies": {
             name: {"bounds": one.bounds, "counts": one.counted()[0]}
             for name, one in latencies.items()
@@ -379,34 +360,14 @@ def view_of(
     }
 
 
-def _rank_row(one: RankState) -> dict[str, object]:
-    return {
-        "name": one.name,
-        "url": one.url,
-        "status": one.status,
-        "kv_tokens": one.kv_tokens,
-        "bound": one.bound,
-        "free_slots": one.free_slots,
-        "at_barrier": one.at_barrier,
-        "why": _why(one),
-        "doubted": bool(one.doubts),
-    }
+def _row(one: object, names: tuple[str, ...]) -> dict[str, object]:
+    return {name: getattr(one, name) for name in names}
 
 
-def _prefiller_row(one: PrefillerState) -> dict[str, object]:
-    return {
-        "name": one.name,
-        "status": one.status,
-        "requests": one.probes + one.direct,
-        "held_tokens": one.held_tokens,
-        "why": _why(one),
-        "doubted": bool(one.doubts),
-    }
-
-
-def _why(one: RankState | PrefillerState) -> str:
+def _why(one: RankState | PrefillerState) -> dict[str, object]:
     """Return what speaks against an engine, or else why it was left out the last time."""
-    return "; ".join(one.doubts) or one.quarantine.reason
+    reason = "; ".join(one.doubts) or one.quarantine.reason
+    return {"why": reason, "doubted": bool(one.doubts)}
 
 
 def view_of_tenants(

@@ -20,6 +20,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.admin import MAX_ADDITIONS, MAX_WAITS, Admin
 from balanceroute.proxy.live.control.orders import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.control.pausing import Pausing
+from balanceroute.proxy.live.control.roster import Addition
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.security import as_secret
 from balanceroute.proxy.live.telemetry.process_log import LOGGER
@@ -87,20 +88,10 @@ class Fleet:
             raise self.error
         return {"state": replace(SNAPSHOT, requests=[LIVE] if requests else [])}
 
-    async def add(
-        self,
-        role: Role,
-        url: str,
-        *,
-        ranks: int | None,
-        bootstrap: str | None,
-        group: str | None = None,
-        kv_events: str | None = None,
-        kv_replay: str | None = None,
-    ) -> None:
+    async def add(self, one: Addition, group: str | None) -> None:
         await self.gate.wait()
-        more = filter(None, [group, kv_events, kv_replay])
-        self._order("add", role, url, ranks, bootstrap, *more)
+        more = filter(None, [group, one.kv_events, one.kv_replay])
+        self._order("add", one.role, one.url, one.ranks, one.bootstrap, *more)
 
     def having(self, role: Role, url: str) -> "Fleet":
         del role, url

@@ -42,6 +42,7 @@ from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.control.orders import ConflictError
+from balanceroute.proxy.live.control.roster import Addition
 from balanceroute.proxy.live.settings.aliases import CHOOSERS, FALL_BACKS
 from balanceroute.proxy.live.settings.configure import make_config, make_group, read_credentials
 from balanceroute.proxy.model_choice import QNetwork, inputs_of
@@ -561,7 +562,7 @@ class GroupTrial(Trial):
         for target in list(roster.targets()):
             # Unless a fault of an engine has done so already.
             with suppress(ConflictError):
-                await roster.add(target.role, target.url, ranks=None, bootstrap=None)
+                await roster.add(Addition(target.role, target.url))
 
     def _is_busy(self, group: str) -> bool:
         deployment = self._world.plane.deployments[group]

@@ -15,6 +15,7 @@ from balanceroute.proxy.lab.emulate.engine import Engine
 from balanceroute.proxy.lab.emulate.faults import AfterPull
 from balanceroute.proxy.live.control.admin import CONNECTIONS
 from balanceroute.proxy.live.control.orders import ConflictError
+from balanceroute.proxy.live.control.roster import Addition
 
 # Above what may be held.
 _MORE_HOLDERS = 16
@@ -237,9 +238,8 @@ class Saboteur:
             return
         # Unless another fault of this kind has ended already.
         with suppress(ConflictError):
-            await self._part.deployment.roster.add(
-                injection.role, self._known(self._engine(injection)), ranks=None, bootstrap=None
-            )
+            addition = Addition(injection.role, self._known(self._engine(injection)))
+            await self._part.deployment.roster.add(addition)
 
     def _engine(self, injection: Injection) -> Engine:
         return self._part.fleet.engine(f"{injection.role.value}/{injection.engine}")
