@@ -93,7 +93,6 @@ class CompletionStream(StreamReader):
         sequences: Sequences that must finish before the stream may end.
         resumes: Whether the client's stream began on an earlier binding: its opening event is not
             repeated.
-        usage: How usage objects are rewritten.
         asks_total: Whether the client asked for the usage at the end.
         counts: The engine's own counts; None if they were not asked for.
         transcript: Keeps the text; None if no rank can hand the request back.
@@ -151,7 +150,6 @@ class CompletionStream(StreamReader):
 
     @property
     def complete(self) -> bool:
-        """Whether every sequence has finished."""
         return self.finished >= self._sequences
 
     @property

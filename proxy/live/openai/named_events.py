@@ -45,7 +45,6 @@ _CLOSING = (b"content_block_stop", b".done")
 _MOST_CLOSING_BYTES = 4 << 20
 _COUNTED = b"delta"
 _BLOCK_DELTA = b"content_block_delta"
-_NOT_COUNTED = b"message_delta"
 # The last delta of a thought, which engines that give the answer up write as well.
 _SIGNATURE = b'"signature_delta"'
 # As vLLM writes the events that bring tokens.
@@ -117,7 +116,6 @@ class NamedEventStream(StreamReader):
     """Reads one stream of named events.
 
     Args:
-        usage: How usage objects are rewritten.
         hands_back: Whether the engine may hand the request back.
         may_abort: Returns whether the engine was told to give the answer up.
     """

@@ -64,12 +64,7 @@ _LIMITS = (MAX_CONTAINERS, MAX_STRINGS, MAX_LEVELS, MAX_KEY)
 
 
 class NativeScanner:
-    """Reads one object; see `JsonScanner`, which takes over with the first thing that is unusual.
-
-    Args:
-        data: The text of the object.
-        summarised: Names of members that are to be summarised.
-    """
+    """Reads one object; see `JsonScanner`, which takes over with the first thing that is unusual."""
 
     __slots__ = ("_data", "_library", "_python", "_scan", "_summarised", "members", "summaries")
 

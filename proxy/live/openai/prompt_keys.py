@@ -12,7 +12,7 @@ No key tells a prompt: a hash of 64 bits is all that is kept and written.
 
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple
@@ -84,18 +84,8 @@ def prompt_keys(api: Api, body: RequestBody) -> tuple[int, ...]:
     Returns:
         At least one key and at most five, each of 64 bits.
     """
-    whole = blake2b(api.value.encode(), digest_size=_BYTES)
-    for name in sorted(body.values.keys() - _IRRELEVANT):
-        if body.is_given(name):
-            # No JSON text holds a NUL, so no two sequences of members are one text.
-            whole.update(b"\0")
-            whole.update(body.fingerprint(name))
-    keys = [whole.digest()]
-    beginning = blake2b(api.value.encode(), digest_size=_BYTES)
-    for name in FRONT:
-        if body.is_given(name):
-            beginning.update(b"\0")
-            beginning.update(body.fingerprint(name))
+    keys = [_hash_of_members(api, body, sorted(body.values.keys() - _IRRELEVANT)).digest()]
+    beginning = _hash_of_members(api, body, FRONT)
     beginning.update(b"\0\0")
     ends: list[bytes] = []
     try:
@@ -105,6 +95,17 @@ def prompt_keys(api: Api, body: RequestBody) -> tuple[int, ...]:
     except RecursionError:
         ends.clear()  # Nested too deeply to be written again; no two such requests are expected.
     return tuple(int.from_bytes(key) for key in (*keys, *reversed(ends)))
+
+
+def _hash_of_members(api: Api, body: RequestBody, names: Iterable[str]) -> blake2b:
+    """Return what has hashed the members that are given, and goes on with what is behind them."""
+    hasher = blake2b(api.value.encode(), digest_size=_BYTES)
+    for name in names:
+        if body.is_given(name):
+            # No JSON text holds a NUL, so no two sequences of members are one text.
+            hasher.update(b"\0")
+            hasher.update(body.fingerprint(name))
+    return hasher
 
 
 def _pieces(api: Api, body: RequestBody) -> Iterator[bytes]:
@@ -145,11 +146,14 @@ def _message_pieces(messages: list[object]) -> Iterator[bytes]:
     system = 0
     while system < len(messages) and _role(messages[system]) in _SYSTEM_ROLES:
         system += 1
-    cuts = {system, system + 1, len(messages) - 1}
-    begin = 0
-    for end in sorted(cut for cut in cuts if 0 < cut <= len(messages)):
+    for begin, end in _stretches(system, len(messages)):
         yield b"".join(map(_message, messages[begin:end]))
-        begin = end
+
+
+def _stretches(system: int, count: int) -> Iterable[tuple[int, int]]:
+    """Return where messages are cut: behind those of the system, the first turn, all but the last."""
+    cuts = {system, system + 1, count - 1}
+    return pairwise([0, *sorted(cut for cut in cuts if 0 < cut <= count)])
 
 
 def _beginning(value: memoryview, summary: PromptSummary) -> object:
@@ -174,14 +178,11 @@ def _large_message_pieces(body: RequestBody, name: str) -> Iterator[bytes]:
         system += 1
     if summary.objects < summary.elements or system == HEADS:
         return
-    cuts = {system, system + 1, summary.elements - 1}
-    begin = 0
-    for end in sorted(cut for cut in cuts if 0 < cut <= summary.elements):
+    for begin, end in _stretches(system, summary.elements):
         if end <= len(heads):
             yield b"".join(piece for _, piece in heads[begin:end])
         else:
             yield b"".join(piece for _, piece in heads[begin:]) + body.digest(*summary.middle)
-        begin = end
 
 
 def _message_in(body: RequestBody, begin: int, end: int) -> tuple[object, bytes]:
@@ -224,7 +225,6 @@ BLOCK_BYTES = 2_048
 # Of very long prompts only the beginning is hashed: a million bytes take a millisecond or two.
 _MOST_BLOCKS = 512
 _MOST_BYTES = _MOST_BLOCKS * BLOCK_BYTES
-_HASH_BYTES = 8
 _MASK = (1 << 63) - 1
 # Engines keep the caches of different salts apart.
 _BEFORE = (*FRONT, "cache_salt")
@@ -253,10 +253,7 @@ class PromptBlocks(NamedTuple):
 def prompt_blocks(api: Api, body: RequestBody, token_block: int = 0) -> PromptBlocks:
     """Return the blocks of a prompt; time is linear in it.
 
-    Args:
-        api: The endpoint.
-        body: The request.
-        token_block: Tokens of a block where the prompt is token ids; 0 for blocks of text alone.
+    Where the prompt is token ids, a block is `token_block` of them, unless that is 0.
     """
     if token_block and api in TAKES_IDS:
         found = _token_blocks(body, PROMPT_MEMBER[api], token_block)
@@ -266,12 +263,7 @@ def prompt_blocks(api: Api, body: RequestBody, token_block: int = 0) -> PromptBl
     full = min(len(text) // BLOCK_BYTES, _MOST_BLOCKS)
     if not full:
         return PromptBlocks()
-    hasher = blake2b(api.value.encode(), digest_size=_HASH_BYTES)
-    for name in _BEFORE:
-        if body.is_given(name):
-            # No JSON text holds a NUL, so no two sequences of members are one text.
-            hasher.update(b"\0")
-            hasher.update(body.fingerprint(name))
+    hasher = _hash_of_members(api, body, _BEFORE)
     hasher.update(b"\0\0")
     hashes = []
     for begin in range(0, full * BLOCK_BYTES, BLOCK_BYTES):
@@ -295,9 +287,9 @@ def _token_blocks(body: RequestBody, name: str, token_block: int) -> PromptBlock
     """Return the blocks of one prompt of token ids; None if it is something else."""
     summary = body.summary(name)
     if summary.elements == summary.integers > 0:
-        count, read = summary.integers, _read_flat
+        count, ids_in = summary.integers, _FLAT.decode
     elif summary.elements == summary.arrays == 1:
-        count, read = summary.inner, _read_nested
+        count, ids_in = summary.inner, lambda text: _NESTED.decode(text)[0]
     else:
         return None
     if any(map(body.is_given, _NOT_ALONE)):
@@ -307,18 +299,9 @@ def _token_blocks(body: RequestBody, name: str, token_block: int) -> PromptBlock
         closed = b"]" * (1 if summary.integers else 2)
         text = bytes(text[:_MOST_BYTES]).rpartition(b",")[0] + closed
     try:
-        ids = np.frombuffer(array("q", read(text)), np.int64)
+        ids = np.frombuffer(array("q", ids_in(text)), np.int64)
     except (msgspec.MsgspecError, OverflowError):
         return None  # Ids that no engine takes.
     if not ids.size:
         return None
     return PromptBlocks(token_hashes(ids, token_block), token_block / count, True)
-
-
-def _read_flat(text: bytes | memoryview) -> list[int]:
-    return _FLAT.decode(text)
-
-
-def _read_nested(text: bytes | memoryview) -> list[int]:
-    (ids,) = _NESTED.decode(text)
-    return ids

@@ -183,16 +183,7 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int, internal: boo
         BodyError: A member that routing depends on is of the wrong type or out of range.
     """
     values = body.values
-    model = values.get("model")
-    if model is not None and not isinstance(model, str):
-        raise BodyError("model must be a string", "model")
-    stream = values.get("stream")
-    stream = False if stream is None else flag(stream)
-    if stream is None:
-        raise BodyError("stream must be true or false", "stream")
-    # Anthropic's has none, and ignores what it does not know.
-    if "priority" in values and api is not MESSAGES:
-        check_priority(values["priority"])
+    model, stream = _model_and_stream(api, values)
     member = PROMPT_MEMBER[api]
     prompt = body.summary(member)
     prompts, tokens = _prompts(prompt) if api is COMPLETIONS else (1, None)
@@ -215,7 +206,7 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int, internal: boo
         raise BodyError(f"the request asks for {sequences} answers, at most {max_sequences}", "n")
     return Shape(
         api=api,
-        model=model or "",
+        model=model,
         stream=stream,
         sequences=sequences,
         direct=direct,
@@ -225,6 +216,19 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int, internal: boo
         max_tokens=limit,
         holds_back=bool(values.get("tools")),
     )
+
+
+def _model_and_stream(api: Api, values: Mapping[str, Any]) -> tuple[str, bool]:
+    model, stream = values.get("model"), values.get("stream")
+    if model is not None and not isinstance(model, str):
+        raise BodyError("model must be a string", "model")
+    stream = False if stream is None else flag(stream)
+    if stream is None:
+        raise BodyError("stream must be true or false", "stream")
+    # Anthropic's has none, and ignores what it does not know.
+    if "priority" in values and api is not MESSAGES:
+        check_priority(values["priority"])
+    return model or "", stream
 
 
 PROMPT_MEMBER: dict[Api, str] = {
@@ -415,14 +419,8 @@ def read_token_shape(body: "RequestBody", *, max_sequences: int, internal: bool 
         BodyError: A member that routing depends on is of the wrong type or out of range.
     """
     values = body.values
-    model, sampling = values.get("model"), values.get(SAMPLING)
-    if model is not None and not isinstance(model, str):
-        raise BodyError("model must be a string", "model")
-    stream = False if values.get("stream") is None else flag(values["stream"])
-    if stream is None:
-        raise BodyError("stream must be true or false", "stream")
-    if "priority" in values:
-        check_priority(values["priority"])
+    sampling = values.get(SAMPLING)
+    model, stream = _model_and_stream(GENERATE, values)
     prompt = body.summary(PROMPT)
     given: Mapping[str, Any] = sampling if isinstance(sampling, dict) else {}
     if not internal:
@@ -435,7 +433,7 @@ def read_token_shape(body: "RequestBody", *, max_sequences: int, internal: bool 
     ids = prompt.elements == prompt.integers > 0
     return Shape(
         api=Api.GENERATE,
-        model=model or "",
+        model=model,
         stream=stream,
         sequences=sequences,
         direct=_ids_need_one_engine(body, sampling, sequences, ids=ids),

@@ -97,11 +97,7 @@ _MAX_REASON = 200
 
 
 class StreamReader:
-    """Reads the events of one stream, and counts their tokens.
-
-    Args:
-        resumes: Whether the client's stream began on an earlier binding.
-    """
+    """Reads the events of one stream, and counts their tokens."""
 
     __slots__ = (
         *("_events", "_opening", "aborted", "comparison", "cut_short", "differs", "done", "error"),

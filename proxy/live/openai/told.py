@@ -73,11 +73,7 @@ class _Grown(Struct, eq=False):
         return bool(self.whole)
 
     def repeat(self, value: Any) -> int:
-        """Return how much of `value` comes again.
-
-        Raises:
-            DiffersError: It is something else.
-        """
+        """Return how much of `value` comes again. Raises DiffersError: it is something else."""
         again = min(len(value), self.left())
         if self.whole[self.at : self.at + again] != value[:again]:
             raise DiffersError

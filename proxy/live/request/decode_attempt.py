@@ -90,8 +90,6 @@ class DecodeAttempt(Attempt):
     """One leg that brings the answer; see `StreamEvents`.
 
     Args:
-        session: Notified of the outcome.
-        engine: Who is asked.
         kv: What the prefill left; None if there was none, or none yet.
 
     Attributes:
@@ -366,9 +364,8 @@ class DecodeAttempt(Attempt):
     def _expect_prefill(self) -> bytes:
         session, context = self._session, self._session.context
         self._transfer = context.unique()
-        self._remote = HandOff(
-            session, *self._asked(), prefilled=self._prefilled, failed=self._not_prefilled
-        )
+        failed = partial(session.failed, self)
+        self._remote = HandOff(session, *self._asked(), prefilled=self._prefilled, failed=failed)
         context.hand_offs[self._transfer] = self._remote.take
         return dump(context.connector.decode_params(self._transfer, None, None))
 
@@ -393,9 +390,6 @@ class DecodeAttempt(Attempt):
                 self.stream.call_back()  # Its events may be ordinary no more.
             self._usage.correct_prompt(answer.usage)
         session.host.report(PromptCounted(session.number, answer.prompt_tokens))
-
-    def _not_prefilled(self, failure: Failure) -> None:
-        self._session.failed(self, failure)
 
     # What the engine answers.
 

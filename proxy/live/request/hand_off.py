@@ -85,9 +85,6 @@ class HandOff:
         self.abort()
         self._send()
 
-    def abort(self) -> None:
-        self._done()
-
     def _send(self) -> None:
         before = None if self.prefiller is None else self.prefiller.id
         prefiller = self._host.choose_prefiller(self._session.number, before)
@@ -119,7 +116,7 @@ class HandOff:
 
     def _answered(self, status: int, headers: Headers, body: bytes) -> None:
         assert self.prefiller is not None
-        self._done()
+        self.abort()
         error = error_in(body) if status == 200 else None
         status = status if error is None else error.status
         failure = refusal(status, headers, body)
@@ -146,7 +143,7 @@ class HandOff:
 
     def _broken(self, error: WireError) -> None:
         assert self.prefiller is not None
-        self._done()
+        self.abort()
         fault = fault_of(error)
         if error.kind is WireFault.STALE:
             self._send()
@@ -172,7 +169,8 @@ class HandOff:
     def _give_up(self, fault: Fault) -> None:
         self._failed(Failure(What.NO_PREFILL, fault, f"prefill failed: {fault.value}"))
 
-    def _done(self) -> None:
+    def abort(self) -> None:
+        """End the exchange, if there is one."""
         if self._call is not None:
             assert self.prefiller is not None
             self._call.abort()  # An answer that is too long goes on otherwise.

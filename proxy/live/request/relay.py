@@ -125,10 +125,8 @@ class Relay:
     """Receives one engine stream; see `LineHandler`.
 
     Args:
-        owner: Called when the stream begins and ends.
         reply: The client's answer.
         reader: Says what each event means.
-        clock: The loop's clock, in seconds.
         observe_gap: Called with the seconds between two arrivals of events.
         resumes: Whether the client's stream began on an earlier binding.
         emitted: What earlier bindings emitted.

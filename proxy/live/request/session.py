@@ -106,6 +106,7 @@ class Holding:
 
     @property
     def targets(self) -> tuple[Target, ...]:
+        """The instances that work for this request, or hold its KV cache."""
         """The instances that work on a leg, or failed to."""
         return ()
 
@@ -353,7 +354,6 @@ class Session:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The instances that work for this request, or hold its KV cache."""
         holder = () if self.kv is None else (self.kv.prefiller.target,)
         return (*holder, *self.held.targets)
 

@@ -141,10 +141,6 @@ class _Suspect(Struct, eq=False):
 class Suspects:
     """Remembers the prompts under which engines died.
 
-    Args:
-        clock: The loop's time, in seconds.
-        call_later: The loop's.
-
     Attributes:
         condemned: Called with a death and the number of prompts that are refused for it.
         prompts: The suspects, by fingerprint; who was hit longest ago first. While there is none it does
@@ -204,7 +200,6 @@ class Suspects:
             suspect.copies[copy] = None
 
     def ended(self, fingerprint: bytes, copy: Copy) -> None:
-        """Note that a request is over."""
         suspect = self._find(fingerprint)
         if suspect is not None:
             suspect.copies.pop(copy, None)

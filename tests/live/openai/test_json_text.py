@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.live.openai.json_text import find_quote, plain_characters
+from balanceroute.proxy.live.openai.json_scan import find_quote, plain_characters
 
 LONG = b"text " * 2_500
 ESCAPES = (b'\\"', b"\\n", b"\\/", b"\\\\", b"\\u00e9", b"\\x", b"\\")
