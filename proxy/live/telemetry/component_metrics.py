@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from balanceroute.proxy.live.engines.engine_url import Fault
@@ -20,6 +20,8 @@ from balanceroute.proxy.live.telemetry.registry import (
     CappedLabel,
     Histogram,
     Registry,
+    counts_by,
+    family,
 )
 
 MAX_STAGES = 8
@@ -61,11 +63,7 @@ class DecisionMetrics:
         histogram.observe(seconds)
 
     def failed(self, what: str) -> None:
-        """Count one exception in a decision of the proxy's own."""
         self._failures.labels(self._reason_label.of(what)).inc()
-
-
-# Metrics of engines: failed legs and scrapes, quarantines, late pulls, lost KV cache events.
 
 
 class EngineMetrics:
@@ -118,11 +116,9 @@ class EngineMetrics:
         self._scrape_failures.labels(*self._labels(target)).inc()
 
     def left_no_kv(self, target: Target, kind: str) -> None:
-        """Count one prefill that left no KV cache which a rank could pull."""
         self._without_kv.labels(self._labels(target)[1], kind).inc()
 
     def kv_events_lost(self, reason: str) -> None:
-        """Count one index of a prefiller's blocks that was emptied."""
         self._kv_events_lost.labels(reason).inc()
 
     def quarantined(self, target: Target) -> None:
@@ -130,9 +126,6 @@ class EngineMetrics:
 
     def _labels(self, target: Target) -> tuple[str, str]:
         return target.role.value, self._url_labels[target.role].of(target.url)
-
-
-# Metrics of HTTP/3's handshakes, where it is on.
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,45 +150,38 @@ class Http3Metrics(Collector):
         self._count = count
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a family for each figure."""
         counts = self._count()
-        yield GaugeMetricFamily(
-            "balanceroute_http3_open_handshakes",
+        yield family(
+            "gauge",
+            "http3_open_handshakes",
             "Handshakes of HTTP/3 that are not over.",
-            counts.open,
+            *([{}], [counts.open]),
         )
-        yield CounterMetricFamily(
-            "balanceroute_http3_retries",
+        yield family(
+            "counter",
+            "http3_retries",
             "Newcomers over HTTP/3 that had to show their address (Retry).",
-            counts.retries,
+            *([{}], [counts.retries]),
         )
-        ended_badly = CounterMetricFamily(
-            "balanceroute_http3_failed_handshakes",
+        yield counts_by(
+            "http3_failed_handshakes",
             "Newcomers over HTTP/3 that got no connection, for the reason given.",
-            labels=["reason"],
+            *("reason", counts.ended_badly),
         )
-        for reason, count in counts.ended_badly.items():
-            ended_badly.add_metric([reason], count)
-        yield ended_badly
-        requests = CounterMetricFamily(
-            "balanceroute_http3_requests",
+        yield family(
+            "counter",
+            "http3_requests",
             "Requests over HTTP/3, by the order in which streams are sent, and the request's level.",
-            labels=["order", "level"],
+            [{"order": counts.order, "level": level} for level in counts.requests],
+            list(counts.requests.values()),
         )
-        for level, count in counts.requests.items():
-            requests.add_metric([counts.order, level], count)
-        yield requests
-        deadlines = CounterMetricFamily(
-            "balanceroute_http3_answer_deadlines",
+        yield family(
+            "counter",
+            "http3_answer_deadlines",
             "Answers with X-Answer-Deadline-Ms, by whether all of them had arrived by then.",
-            labels=["order", "kept"],
+            [{"order": counts.order, "kept": kept} for kept in ("yes", "no")],
+            [counts.kept, counts.missed],
         )
-        deadlines.add_metric([counts.order, "yes"], counts.kept)
-        deadlines.add_metric([counts.order, "no"], counts.missed)
-        yield deadlines
-
-
-# Metrics of predictors: their work, their errors, and their saved state.
 
 
 class PredictorMetrics:
@@ -234,7 +220,6 @@ class PredictorMetrics:
             self._state_saves.labels(outcome)
 
     def refreshed(self, count: int, seconds: float) -> None:
-        """Count one batch of `count` refreshed predictions and the time it took."""
         self._refreshes.inc(count)
         self._refresh.observe(seconds)
 
@@ -339,9 +324,6 @@ class DecisionFailures:
         return self._failed_s - since_s >= PERSISTENT_S
 
 
-# Metrics of requests by the engines that had them: which engine's requests end badly.
-
-
 class EngineRequests(Collector):
     """Counts a request for the last prefiller and for the last rank that had it."""
 
@@ -359,11 +341,13 @@ class EngineRequests(Collector):
             self._ended[DECODE_ROLE, self._rank_label.of(record.rank), record.outcome] += 1
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(
-            "balanceroute_engine_requests",
+        yield family(
+            "counter",
+            "engine_requests",
             "Requests ended, by the last prefiller and by the last rank that had them, and how.",
-            labels=("role", "name", "outcome"),
+            [
+                {"role": role.value, "name": name, "outcome": outcome.value}
+                for role, name, outcome in self._ended
+            ],
+            list(self._ended.values()),
         )
-        for (role, name, outcome), count in self._ended.items():
-            family.add_metric((role.value, name, outcome.value), count)
-        yield family

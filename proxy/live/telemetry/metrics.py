@@ -16,7 +16,6 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from balanceroute import __version__
 from balanceroute.proxy.live.engines.instances import Status
@@ -27,7 +26,13 @@ from balanceroute.proxy.live.telemetry.component_metrics import (
     PredictorMetrics,
     TraceMetrics,
 )
-from balanceroute.proxy.live.telemetry.registry import MAX_TENANTS, Histogram, Registry
+from balanceroute.proxy.live.telemetry.registry import (
+    MAX_TENANTS,
+    Histogram,
+    Registry,
+    counts_by,
+    family,
+)
 from balanceroute.proxy.live.telemetry.request_metrics import (
     AliasMetrics,
     Counts,
@@ -313,7 +318,6 @@ class StateCollector(Collector):
         )
 
     def collect(self) -> Iterator[Metric]:
-        """Take the snapshots and yield what they say."""
         states = self._snapshots()
         if not states[0].group:
             yield from _of_deployment(states[0])
@@ -329,22 +333,21 @@ class StateCollector(Collector):
             yield from _table(_TENANT_LIMITS, *(one.limits for one in tenants), labels=labels)
         if state.limits is not None:
             yield from _table(_LIMIT_GAUGES_OF_ALL, state.limits)
-        yield _counts(
+        yield counts_by(
             "rejected_connections",
             "Client connections that were not served.",
             *("reason", state.rejected_connections),
         )
-        yield _counts(
+        yield counts_by(
             "pumped_returns",
             "Times a stream came back from the native library.",
             *("reason", state.pumped_returns),
         )
         for name, documentation, count in self._process_counters:
-            yield _family("counter", name, documentation, [{}], [count()])
+            yield family("counter", name, documentation, [{}], [count()])
 
 
 def _groups(state: Snapshot) -> dict[int, list[RankState]]:
-    """Return the ranks of each data-parallel group."""
     groups: dict[int, list[RankState]] = {}
     for rank in state.ranks:
         if rank.dp_group is not None and rank.status != Status.REMOVED.value:
@@ -369,7 +372,7 @@ def _of_deployment(state: Snapshot) -> Iterator[Metric]:
     yield from _table(_PREFILLER_GAUGES, *prefillers, labels=labels)
     labels = [{"role": one.role, "url": one.url} for one in state.engines]
     yield from _table(_ENGINE_GAUGES, *state.engines, labels=labels)
-    yield _family(
+    yield family(
         "gauge",
         "live_requests",
         "Requests in the proxy, by state.",
@@ -385,7 +388,7 @@ def _of_deployment(state: Snapshot) -> Iterator[Metric]:
         yield from _table(_LIMIT_GAUGES, state.limits)
     if state.budget is not None:
         yield from _table(_BUDGET, state.budget)
-        yield _counts(
+        yield counts_by(
             "inflight_limit_decisions",
             "Decisions on the limit, by what they were.",
             *("decision", state.budget.decisions),
@@ -396,7 +399,7 @@ def _of_deployment(state: Snapshot) -> Iterator[Metric]:
         "policy": state.policy,
         "predictor": state.predictor,
     }
-    yield _family("gauge", "build_info", "What runs here; always 1.", [built], [1])
+    yield family("gauge", "build_info", "What runs here; always 1.", [built], [1])
 
 
 def _together(by_group: Mapping[str, Sequence[Metric]]) -> Iterator[Metric]:
@@ -421,7 +424,7 @@ def _predictor_families(predictors: list[PredictorScores]) -> Iterator[Metric]:
     ]
     for name, documentation, field in _DECILES:
         values = [value for one in predictors for value in getattr(one, field)]
-        yield _family("gauge", name, documentation, labels, values)
+        yield family("gauge", name, documentation, labels, values)
 
 
 def _table(
@@ -433,30 +436,7 @@ def _table(
     """Yield a family for each row of a table, with a sample of each that is told of."""
     for name, documentation, field in table:
         values = [getattr(one, field) if isinstance(field, str) else field(one) for one in told]
-        yield _family(kind, name, documentation, labels, values)
-
-
-def _counts(name: str, documentation: str, label: str, counts: Mapping[str, int]) -> Metric:
-    labels = [{label: value} for value in counts]
-    return _family("counter", name, documentation, labels, list(counts.values()))
-
-
-def _family(
-    kind: str,
-    name: str,
-    documentation: str,
-    labels: Sequence[dict[str, str]],
-    values: Sequence[float | None],
-) -> Metric:
-    """Return one family; what is None has no sample."""
-    family = Metric(f"balanceroute_{name}", documentation, kind)
-    sample_name = f"{family.name}_total" if kind == "counter" else family.name
-    family.samples = [
-        Sample(sample_name, label, value)
-        for label, value in zip(labels, values, strict=True)
-        if value is not None
-    ]
-    return family
+        yield family(kind, name, documentation, labels, values)
 
 
 CONTENT_TYPE = exposition.CONTENT_TYPE
@@ -477,15 +457,6 @@ class Metrics:
         traces: bool = False,
         process: bool = True,
     ) -> None:
-        """Start at zero.
-
-        Args:
-            snapshots: Gives the state of each deployment to export; called once a page.
-            log_lines_dropped: Lines that the logs had to drop since start.
-            descriptor_shortages: How often no file descriptor was left.
-            traces: Whether requests are traced.
-            process: Whether to export the process's own CPU time, memory and open files too.
-        """
         self._registry = registry = Registry()
         self.tenants = TenantMetrics()
         registry.register(self.tenants)
@@ -524,7 +495,6 @@ class Metrics:
         return {**self.requests.latencies(), "itl": self.legs.gaps}
 
     def render(self) -> bytes:
-        """Return the page, in the text format; its type is `CONTENT_TYPE`."""
         return self._registry.render()
 
 
@@ -532,8 +502,6 @@ class MetricsPage:
     """Called for the page, it renders at most once a second: that takes milliseconds of the loop.
 
     Args:
-        render: Returns the page.
-        clock: The loop's time.
         kept_s: How old a page may be.
     """
 

@@ -156,11 +156,7 @@ def redact_too(secrets: Iterable[Secret]) -> None:
 
 
 def set_log_level(level: str) -> None:
-    """Change how much is logged.
-
-    Raises:
-        ConfigError: The level is unknown.
-    """
+    """Change how much is logged. Raises ConfigError: the level is unknown."""
     if level not in LEVELS:
         raise ConfigError(f"the log level is {level!r}: expected {', '.join(LEVELS)}")
     logging.getLogger(LOGGER).setLevel(level.upper())
@@ -204,10 +200,8 @@ class LineWriter:
 
     Args:
         sink: The file to append to, or a descriptor such as standard output's, which stays open.
-        capacity: Lines that may wait.
         complain: Called by the thread with a message about dropped lines, at most once a minute
             and at the end.
-        clock: Seconds, for that minute.
 
     Raises:
         ConfigError: The file cannot be opened.
@@ -252,11 +246,7 @@ class LineWriter:
         return self._refused + self._lost
 
     def write(self, line: bytes) -> None:
-        """Take one line, newline included; never blocks.
-
-        Args:
-            line: The line; dropped and counted if too many wait already.
-        """
+        """Take one line, newline included, unless too many wait; never blocks."""
         waiting = self._queue.qsize()
         if self._closing or waiting >= self._capacity:
             self._refused += 1

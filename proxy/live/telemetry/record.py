@@ -206,9 +206,6 @@ class Log(Protocol):
         """Write one request's line."""
 
 
-# Where a request stood when, as far as the times of its record tell.
-
-
 def stages_of(record: RequestRecord) -> list[Step]:
     """Return the stages that a request was in so far, if none of them was repeated."""
     arrived_ns, began_ns = record.arrived_ns, record.prefill_started_ns
@@ -316,7 +313,6 @@ class Tracer:
 
     Args:
         share: Of the requests without a parent, which are traced; a parent's own flag decides.
-        random_bits: Returns an integer of so many random bits.
     """
 
     def __init__(self, share: float, random_bits: Callable[[int], int]) -> None:

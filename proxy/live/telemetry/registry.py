@@ -1,7 +1,7 @@
 """Where metrics are made and kept until Prometheus asks."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Count
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 # The Prometheus text format, written fast enough for the event loop.
 #
@@ -166,7 +167,6 @@ class Histogram:
         self._refused += refused
 
     def take(self) -> tuple[list[int], float, int]:
-        """Return what was counted, and begin anew."""
         taken = self.counted()
         self._counts[:], self._total, self._refused = 0, 0.0, 0
         return taken
@@ -182,15 +182,14 @@ class Totals:
     """The counters of one name, told apart by the values of labels."""
 
     def __init__(self, name: str, documentation: str, *labels: str) -> None:
-        self._name, self._documentation, self._labels = name, documentation, labels
+        self._name, self._documentation = f"balanceroute_{name}", documentation
+        self._labels = labels
         self.by_values: dict[tuple[str, ...], float] = {}
 
     def add(self, amount: float, *values: str) -> None:
-        """Add to the counter of these values, one for each label."""
         self.by_values[values] = self.by_values.get(values, 0) + amount
 
     def family(self) -> CounterMetricFamily:
-        """Return all of them, in the order in which they began."""
         family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
         for values, total in self.by_values.items():
             family.add_metric(values, total)
@@ -203,12 +202,11 @@ class Histograms:
     def __init__(
         self, name: str, documentation: str, bounds: tuple[float, ...], *labels: str
     ) -> None:
-        self._name, self._documentation = name, documentation
+        self._name, self._documentation = f"balanceroute_{name}", documentation
         self._bounds, self._labels = bounds, labels
         self.by_values: dict[tuple[str, ...], Histogram] = {}
 
     def of(self, *values: str) -> Histogram:
-        """Return the histogram of these values, one for each label."""
         histogram = self.by_values.get(values)
         if histogram is None:
             histogram = self.by_values[values] = Histogram(self._bounds)
@@ -221,7 +219,6 @@ class Histograms:
         return total
 
     def family(self) -> HistogramMetricFamily:
-        """Return all of them, in the order of their labels' values."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         for values, histogram in sorted(self.by_values.items()):
             family.add_metric(values, *histogram.samples())
@@ -235,7 +232,6 @@ class _HistogramCollector(Collector):
         self.families: list[Histograms] = []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every histogram, and the count of what they refused."""
         count = 0
         for family in self.families:
             yield family.family()
@@ -260,21 +256,40 @@ class Registry:
         return Counter(f"balanceroute_{name}", documentation, labels, registry=self._registry)
 
     def histogram(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Histogram:
-        """Return a new histogram without labels."""
         return self.histograms(name, documentation, bounds).of()
 
     def histograms(
         self, name: str, documentation: str, bounds: tuple[float, ...], *labels: str
     ) -> Histograms:
-        """Return new histograms, told apart by labels."""
-        family = Histograms(f"balanceroute_{name}", documentation, bounds, *labels)
+        family = Histograms(name, documentation, bounds, *labels)
         self._histograms.families.append(family)
         return family
 
     def collect_process(self) -> None:
-        """Export the process's own CPU time, memory and open files too."""
         ProcessCollector(registry=self._registry)
 
     def render(self) -> bytes:
-        """Return the page, in the text format."""
         return render(self._registry)
+
+
+def counts_by(name: str, documentation: str, label: str, counts: Mapping[str, int]) -> Metric:
+    labels = [{label: value} for value in counts]
+    return family("counter", name, documentation, labels, list(counts.values()))
+
+
+def family(
+    kind: str,
+    name: str,
+    documentation: str,
+    labels: Sequence[dict[str, str]],
+    values: Sequence[float | None],
+) -> Metric:
+    """Return one family; what is None has no sample."""
+    found = Metric(f"balanceroute_{name}", documentation, kind)
+    sample_name = f"{found.name}_total" if kind == "counter" else found.name
+    found.samples = [
+        Sample(sample_name, label, value)
+        for label, value in zip(labels, values, strict=True)
+        if value is not None
+    ]
+    return found

@@ -91,12 +91,10 @@ class RequestLog:
         self._write = write
 
     def request_ended(self, record: RequestRecord) -> None:
-        """Write the line of a request whose outcome is set."""
         self._write(line_of(record))
 
 
 def line_of(record: RequestRecord) -> bytes:
-    """Return the line of a request whose outcome is set, with its newline."""
     assert record.outcome is not None
     return json_line(_line(record, record.ended_ns))
 
@@ -224,7 +222,6 @@ def _line(record: RequestRecord, now_ns: int) -> _Line:
 
 
 def _say_more(line: _Line, record: RequestRecord) -> None:
-    """Write what few requests have."""
     if record.group:
         line.group = record.group
     if record.alias:

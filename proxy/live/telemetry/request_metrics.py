@@ -64,29 +64,27 @@ class GroupMetrics(_Ended):
     """What became of the requests of each of several groups."""
 
     def __init__(self) -> None:
-        name = "balanceroute_group_{}".format
         self._requests = Totals(
-            name("requests"),
+            "group_requests",
             "Requests ended or refused, by the group that had them last.",
             *("group", "outcome"),
         )
         self._output_tokens = Totals(
-            name("output_tokens"), "Tokens that reached clients, by group.", "group"
+            "group_output_tokens", "Tokens that reached clients, by group.", "group"
         )
         self._ttft = Histograms(
-            name("time_to_first_token_seconds"),
+            "group_time_to_first_token_seconds",
             "Arrival to the first token, by the group that answered.",
             *(REQUEST_BOUNDS_S, "group"),
         )
         self._tpot = Histograms(
-            name("time_per_output_token_seconds"),
+            "group_time_per_output_token_seconds",
             "Mean gap after the first token, requests that ended well, by the group that answered.",
             *(TOKEN_GAP_BOUNDS_S, "group"),
         )
         super().__init__(self._requests, self._output_tokens, self._ttft, self._tpot)
 
     def counts(self, group: str) -> Counts:
-        """Return what became of a group's requests."""
         outcomes = {
             outcome: int(count)
             for (name, outcome), count in self._requests.by_values.items()
@@ -95,7 +93,6 @@ class GroupMetrics(_Ended):
         return Counts(outcomes, int(self._output_tokens.by_values.get((group,), 0)))
 
     def ended(self, record: RequestRecord) -> None:
-        """Count a request whose outcome is set."""
         assert record.outcome is not None
         group = record.group
         self._requests.add(1, group, record.outcome.value)
@@ -117,26 +114,25 @@ class TenantMetrics(_Ended):
     def __init__(self) -> None:
         self.names: Collection[str] = ()
         self._label = CappedLabel(MAX_TENANTS)
-        name = "balanceroute_tenant_{}".format
         self._requests = Totals(
-            name("requests"), "Requests of a tenant ended or refused, by how.", "tenant", "outcome"
+            "tenant_requests", "Requests of a tenant ended or refused, by how.", "tenant", "outcome"
         )
         self._refusals = Totals(
-            name("refusals"),
+            "tenant_refusals",
             "Requests of a tenant that admission refused, by what for.",
             *("tenant", "reason"),
         )
-        self._prompt_tokens = Totals(name("prompt_tokens"), "Prompt tokens of a tenant.", "tenant")
+        self._prompt_tokens = Totals("tenant_prompt_tokens", "Prompt tokens of a tenant.", "tenant")
         self._output_tokens = Totals(
-            name("output_tokens"), "Tokens that reached a tenant.", "tenant"
+            "tenant_output_tokens", "Tokens that reached a tenant.", "tenant"
         )
         self._queue = Histograms(
-            name("queue_time_seconds"),
+            "tenant_queue_time_seconds",
             "Arrival of a tenant's request to the first engine.",
             *(REQUEST_BOUNDS_S, "tenant"),
         )
         self._ttft = Histograms(
-            name("time_to_first_token_seconds"),
+            "tenant_time_to_first_token_seconds",
             "Arrival of a tenant's request to its first token.",
             *(REQUEST_BOUNDS_S, "tenant"),
         )
@@ -144,7 +140,6 @@ class TenantMetrics(_Ended):
         super().__init__(*counts, self._queue, self._ttft)
 
     def counts(self) -> dict[str, Counts]:
-        """Return what became of each tenant's requests, by its label."""
         counts: dict[str, Counts] = {}
         for (name, outcome), count in self._requests.by_values.items():
             of_one = counts.get(name)
@@ -155,7 +150,6 @@ class TenantMetrics(_Ended):
         return counts
 
     def ended(self, record: RequestRecord) -> None:
-        """Count a request whose outcome is set."""
         assert record.outcome is not None
         tenant = self._label.of(record.tenant) if record.tenant in self.names else OTHER
         self._requests.add(1, tenant, record.outcome.value)
@@ -179,7 +173,6 @@ class AliasWorth:
     scores: Mapping[tuple[str, str], float]
 
     def is_kept(self, record: RequestRecord) -> bool:
-        """Return whether a request was answered within the targets."""
         if record.outcome is not OK or record.first_token_ns is None:
             return False
         ttft_ms = (record.first_token_ns - record.arrived_ns) / _NS_PER_MS
@@ -193,19 +186,18 @@ class AliasMetrics(_Ended):
 
     def __init__(self) -> None:
         self.worth: Mapping[str, AliasWorth] = {}  # What answers are worth, by alias.
-        name = "balanceroute_alias_{}".format
         self._requests = Totals(
-            name("requests"),
+            "alias_requests",
             "Requests that named an alias, by who answered, and whether in time.",
             *("alias", "task", "group", "in_time"),
         )
         self._scores = Totals(
-            name("scores"),
+            "alias_scores",
             "Worth of the answers to an alias, 0 if not in time.",
             *("alias", "task"),
         )
         self._fall_backs = Totals(
-            name("fall_backs"),
+            "alias_fall_backs",
             "Times a request went on from a group, and why.",
             *("alias", "group", "reason"),
         )
@@ -221,7 +213,6 @@ class AliasMetrics(_Ended):
         return answers
 
     def ended(self, record: RequestRecord) -> None:
-        """Count a request whose outcome is set."""
         alias, worth = record.alias, self.worth[record.alias]
         kept = worth.is_kept(record)
         self._requests.add(1, alias, record.task, record.group, "yes" if kept else "no")
@@ -271,7 +262,6 @@ class _Latencies:
         )
 
     def observe(self, record: RequestRecord, model: str) -> None:
-        """Count a request's latencies for the label of its model."""
         arrived_ns, first_ns = record.arrived_ns, record.first_token_ns
         ended_well = record.outcome is OK
         if ended_well:
@@ -444,9 +434,6 @@ class RequestMetrics:
         if OTHER not in labels:
             self._known[key] = counter
         return counter
-
-
-# Metrics of legs: what was sent again, and KV caches that were not pulled.
 
 
 class LegMetrics:

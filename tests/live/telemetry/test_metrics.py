@@ -281,7 +281,7 @@ def test_the_histogram_counts_as_the_library_does(values: list[float], times: in
     histograms = Histograms("h", "Doc.", bounds)
     ours = histograms.of()
     registry = CollectorRegistry()
-    theirs = LibraryHistogram("h", "Doc.", buckets=bounds, registry=registry)
+    theirs = LibraryHistogram("balanceroute_h", "Doc.", buckets=bounds, registry=registry)
     for one in values * times:  # It counts some together.
         ours.observe(one)
         theirs.observe(one)
@@ -289,7 +289,7 @@ def test_the_histogram_counts_as_the_library_does(values: list[float], times: in
         (sample.name, *sample.labels.values()): sample.value
         for family in registry.collect()
         for sample in family.samples
-        if sample.name != "h_created"
+        if sample.name != "balanceroute_h_created"
     }
     family = histograms.family()
     assert {(s.name, *s.labels.values()): s.value for s in family.samples} == pytest.approx(
