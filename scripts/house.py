@@ -174,7 +174,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_500, 37),
     "proxy/wire": (7_550, 24),
-    "proxy/live": (38_450, 125),
+    "proxy/live": (37_950, 124),
     "proxy/lab": (15_400, 55),
     "proxy/cli": (5_500, 25),
     "predictors": (3_750, 13),

@@ -122,11 +122,6 @@ class MooncakeConnector(Connector):
     def decode_params(
         self, transfer: str, returned: object, identity: BootstrapIdentity | None
     ) -> Mapping[str, Any]:
-        """Return the parameters with which a decoder finds the transfer.
-
-        Raises:
-            MissingKvError: The prefiller's bootstrap server has not named its engine id.
-        """
         del returned
         if identity is None:
             raise MissingKvError(
@@ -170,7 +165,6 @@ class PullConnector(Connector):
     """NIXL in pull mode, and MooncakeConnectorV1 of vllm-ascend."""
 
     def prefill_params(self, transfer: str) -> bytes:
-        """Return the parameters that make the prefiller keep the KV cache for a decoder."""
         del transfer
         return _PREFILL_PARAMS
 
@@ -181,11 +175,6 @@ class PullConnector(Connector):
     def decode_params(
         self, transfer: str, returned: object, identity: BootstrapIdentity | None
     ) -> Mapping[str, Any]:
-        """Return what the prefiller returned, if a decoder can pull with it.
-
-        Raises:
-            MissingKvError: It is no object, or lacks what every pull needs.
-        """
         del transfer, identity
         if not isinstance(returned, dict):
             raise MissingKvError("absent", "the prefill answer has no kv_transfer_params")

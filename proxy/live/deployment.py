@@ -83,9 +83,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.continued import Continued
 
 
-# The state of one deployment, as the admin page shows it and the metrics export it.
-
-
 def snapshot_of(
     deployment: "Deployment",
     group: str,
@@ -262,7 +259,6 @@ class Deployment:
         await asyncio.gather(asked, self.health.probe_new())
 
     def tasks(self) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
-        """Return what runs in the background, by name."""
         yield "health", self.health.run
         yield "scrape", self.scraper.run
         clock, changed = asyncio.get_running_loop().time, self.model_routes.update
@@ -297,7 +293,6 @@ class Deployment:
             yield "limit", partial(self._follow_limit, budget)
 
     async def close(self) -> None:
-        """End what is left and close every connection."""
         self.driver.draining = True
         self.driver.shut_down()
         if self._keeper is not None:

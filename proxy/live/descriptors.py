@@ -31,11 +31,7 @@ _LOG_INTERVAL_S = 60.0
 
 
 def raise_limit(*, pumps: bool = False) -> int:
-    """Raise the soft limit of open files as far as it is useful; return the limit now.
-
-    Args:
-        pumps: Whether streams are moved by the native pump.
-    """
+    """Raise the soft limit of open files as far as it is useful; return the limit now."""
     enough = 2 * _ENOUGH if pumps else _ENOUGH
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ceiling = enough if hard == resource.RLIM_INFINITY else min(hard, enough)
@@ -46,13 +42,7 @@ def raise_limit(*, pumps: bool = False) -> int:
 
 
 def connections_for(descriptors: int, engines: int, *, pumps: bool = False) -> int:
-    """Return how many clients may be connected, so that enough is left for their engines.
-
-    Args:
-        descriptors: The limit of open files.
-        engines: Prefillers and decode ranks.
-        pumps: Whether streams are moved by the native pump.
-    """
+    """Return how many clients may be connected, so that enough is left for their engines."""
     reserve = min(descriptors // 2, _OWN + _PER_ENGINE * engines)
     return max(1, (descriptors - reserve) // (_PER_CLIENT + _PER_PUMPED * pumps))
 

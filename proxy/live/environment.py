@@ -82,15 +82,8 @@ class Environment:
         return replace(self, group=name, observer=self.group_observers.get(name))
 
 
-# Connections to engines, as the settings have them.
-
-
 class EngineConnections:
-    """Called with an address, it returns the connections to it.
-
-    Args:
-        uptime_s: What leases are measured by; see `Environment`. None where there are none.
-    """
+    """Called with an address, it returns the connections to it."""
 
     def __init__(self, config: ProxyConfig, uptime_s: Callable[[], float] | None = None) -> None:
         self._config = config
@@ -100,7 +93,6 @@ class EngineConnections:
         self._addresses: WeakValueDictionary[tuple[str, int], Addresses] = WeakValueDictionary()
 
     def __call__(self, url: EngineUrl) -> Endpoint:
-        """Return an endpoint that has no connection yet."""
         engines, times = self._config.engines, self._config.times
         is_https = url.scheme == "https"
         if is_https and self._tls is None:

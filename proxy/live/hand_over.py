@@ -94,7 +94,6 @@ class Successor:
     """The process that takes over, once there is to be one.
 
     Args:
-        public: Returns the descriptors of the listening sockets for clients.
         stop_orders: Refuses orders from now on, and returns when none is being carried out.
         led: Returns what is to be known of the leadership; see `Leadership.bequest`.
         failed: Called when it does not, after `stop_orders`.

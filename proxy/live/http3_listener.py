@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress
 
 
-# Where clients come in over HTTP/3: as many sockets as HTTP/1.1 has, at the same addresses.
-#
-# Needs the extra `h3`. What the connections are given to is the HTTP/1.1 server's `Service`.
-
 # How far a client may be ahead of what was read, in one request and in all of a connection.
 _STREAM_BYTES, _CONNECTION_BYTES = 256 << 10, 1 << 20
 # What the kernel keeps of datagrams that were not read yet, if it lets us.
@@ -42,10 +38,6 @@ _USUAL_URGENCY = 3
 
 class Http3Listener:
     """Serves an application over HTTP/3.
-
-    Args:
-        cert: The certificate chain, PEM.
-        key: Its private key, PEM.
 
     Raises:
         ConfigError: The certificate cannot be used.
@@ -62,11 +54,7 @@ class Http3Listener:
         self._transports: list[asyncio.DatagramTransport] = []
 
     async def start(self, service: Service, addresses: Sequence[tuple[str, int]]) -> None:
-        """Receive at these addresses.
-
-        Raises:
-            OSError: One of them cannot be bound.
-        """
+        """Receive at these addresses. Raises OSError: one of them cannot be bound."""
         limits = service.limits
         self._configuration = replace(self._configuration, idle_timeout=limits.keep_alive_timeout_s)
 
@@ -94,7 +82,6 @@ class Http3Listener:
             self._endpoints.append(endpoint)
 
     def counts(self) -> Http3Counts:
-        """Return what became of handshakes, and of requests and their deadlines, so far."""
         endpoints, of_order = self._endpoints, self._priorities.counts
         return Http3Counts(
             sum(one.handshakes for one in endpoints),

@@ -76,9 +76,8 @@ class PublicListener:
             # Here, so that nothing of it is loaded where it is off: an extra.
             from balanceroute.proxy.live.http3_listener import Http3Listener  # noqa: PLC0415
 
-            assert listening.tls_cert is not None
-            assert listening.tls_key is not None
-            self.http3 = Http3Listener(config.http3, listening.tls_cert, listening.tls_key)
+            assert listening.certificate is not None, "the settings were checked for it"
+            self.http3 = Http3Listener(config.http3, *listening.certificate)
             commons.append(self._alternative)
         served: Gateway | ControlRoutes | Cors = gateway
         if orders is not None:
@@ -98,9 +97,8 @@ class PublicListener:
         )
         self.picker = _picker(config, groups, gateway, environment)
         self.tls = None  # What it serves https with; None for http.
-        if listening.tls_cert is not None and listening.tls_key is not None:
-            http2 = config.gateway.http2
-            self.tls = ServerTls(listening.tls_cert, listening.tls_key, http2=http2)
+        if listening.certificate is not None:
+            self.tls = ServerTls(*listening.certificate, http2=config.gateway.http2)
 
     async def start(self, sockets: Sequence[socket.socket] = ()) -> None:
         """Listen on sockets that are bound, or else at the address of the settings. Raises ConfigError."""
@@ -108,10 +106,7 @@ class PublicListener:
             await self.server.start_on(sockets, ssl=self._context)
             return
         host, port = self._config.listening.host, self._config.listening.port
-        try:
-            await self.server.start(host, port, ssl=self._context)
-        except OSError as error:
-            raise not_bound("--host {} --port {}", host, port, error) from None
+        await _listen(self.server, "--host {} --port {}", host, port, self._context)
         if self.http3 is not None:
             try:
                 await self.http3.start(self.server.service, self.server.addresses)
@@ -141,12 +136,9 @@ class PublicListener:
         Raises:
             ConfigError: It is bad; then the present one stays.
         """
-        if self.tls is not None:
-            listening = self._config.listening
-            assert listening.tls_cert is not None
-            assert listening.tls_key is not None
-            http2 = self._config.gateway.http2
-            newest = server_context(listening.tls_cert, listening.tls_key, http2=http2)
+        files = self._config.listening.certificate
+        if self.tls is not None and files is not None:
+            newest = server_context(*files, http2=self._config.gateway.http2)
             if self.http3 is not None:
                 self.http3.load_certificate()
             self.tls.use(newest)
@@ -161,7 +153,6 @@ class PublicListener:
         return [(b"alt-svc", b'h3=":%d"; ma=%d' % (self.server.port, _ALTERNATIVE_S))]
 
     def use(self, credentials: Credentials) -> None:
-        """Take newer keys from the next request on."""
         self.gateway.use_keys(clients_of(self._config, credentials), credentials.engine_key)
 
 
@@ -195,7 +186,6 @@ class ControlRoutes:
         self._pages, self._gateway, self._unique = pages, gateway, unique
 
     def admit(self, head: RequestHead, peer: str) -> Rejection | None:
-        """Return why a request is not served, as far as its head tells."""
         if _control_path(head.path) is None:
             return self._gateway.admit(head, peer)
         if not self._pages.knows(head.headers):
@@ -266,10 +256,7 @@ class AdminListener:
             await self.server.start_on(sockets)
             return
         host, port = self._listening.admin_host, self._listening.admin_port
-        try:
-            await self.server.start(host, port)
-        except OSError as error:
-            raise not_bound("--admin-host {} --admin-port {}", host, port, error) from None
+        await _listen(self.server, "--admin-host {} --admin-port {}", host, port)
 
 
 async def serve_selections(
@@ -304,10 +291,7 @@ async def serve_selections(
         limits=limits,
     )
     host, port = config.gateway.select_host, config.gateway.select_port
-    try:
-        await service.server.start(host, port)
-    except OSError as error:
-        raise not_bound("--select-host {} --select-port {}", host, port, error) from None
+    await _listen(service.server, "--select-host {} --select-port {}", host, port)
     return service
 
 
@@ -324,6 +308,15 @@ def _joined(commons: Sequence[Common]) -> Common | None:
     if len(commons) < 2:
         return commons[0] if commons else None
     return lambda headers: [field for common in commons for field in common(headers)]
+
+
+async def _listen(
+    server: Server, place: str, host: str, port: int, ssl: SSLContext | None = None
+) -> None:
+    try:
+        await server.start(host, port, ssl=ssl)
+    except OSError as error:
+        raise not_bound(place, host, port, error) from None
 
 
 def not_bound(place: str, host: str, port: int, error: OSError) -> ConfigError:

@@ -111,16 +111,11 @@ class Picked(Struct, frozen=True):
     is_prefill: bool = False  # Whether only its prompt is computed there.
 
 
-# Which engine.
-
-
 class Choices:
     """Chooses for each request.
 
     Args:
-        groups: Who decides.
         gateway: Whose clients, and whose words for what is refused, it has.
-        unix_s: Wall-clock time, for logs.
     """
 
     def __init__(
@@ -144,11 +139,7 @@ class Choices:
         return head.path in _APIS and head.method == b"POST"
 
     async def pick(self, head: Head, body: bytes) -> Picked:
-        """Choose, which may take long.
-
-        Raises:
-            SelectionRefusedError: It goes nowhere.
-        """
+        """Choose, which may take long. Raises SelectionRefusedError: it goes nowhere."""
         allowed = self._allowed(head)
         if not self.reads_body(head):
             return self._any(allowed)
@@ -402,8 +393,6 @@ class _Call:
     """One request of a gateway, which is one stream of messages.
 
     Args:
-        choices: Says where it goes.
-        limits: What is accepted of it.
         bodies: Counts the bytes of all bodies that are kept here.
     """
 
@@ -520,7 +509,6 @@ class _Call:
         self._ended = message.request_body.end_of_stream
 
     def _kept(self, body: bytes) -> Iterator[Any]:
-        """Yield what of the request goes on with its head."""
         if self._has_body:
             starts = range(0, len(body) or 1, _PIECE_BYTES)
             for start in starts:
@@ -674,10 +662,11 @@ class Picker(rpc.ExternalProcessorServicer):  # type: ignore[misc]
         server.add_generic_rpc_handlers((self._health(),))
         place = f"{bracketed(gateway.pick_host)}:{gateway.pick_port}"
         try:
-            if listening.tls_cert is None or listening.tls_key is None:
+            if listening.certificate is None:
                 self.port = server.add_insecure_port(place)
             else:
-                pair = (listening.tls_key.read_bytes(), listening.tls_cert.read_bytes())
+                cert, key = listening.certificate
+                pair = (key.read_bytes(), cert.read_bytes())
                 self.port = server.add_secure_port(place, grpc.ssl_server_credentials([pair]))
         except RuntimeError:  # Its words are many, and do not tell why.
             flags = f"--pick-host {gateway.pick_host} --pick-port {gateway.pick_port}"

@@ -279,7 +279,6 @@ class Scoreboard:
         horizon_steps: H, at least 1.
         observe_error: Called for each judged row with how far the first predictor's expectation was
             off, in tokens within the horizon.
-        window: Judged rows that count.
     """
 
     def __init__(

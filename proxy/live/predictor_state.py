@@ -27,8 +27,6 @@ class StateKeeper:
     Args:
         path: The file; it need not be there.
         fresh: The predictor as it begins if nothing was kept.
-        metrics: Counts refusals and saves.
-        in_thread: Runs a function in a thread, for what may wait for a disk.
         observed: Outputs that the predictor has learned from; nothing new is not saved again.
     """
 

@@ -48,9 +48,6 @@ class _NoLog:
 class Logs:
     """The logs of a process, behind threads of their own.
 
-    Args:
-        config: Where to log.
-
     Attributes:
         requests: The request log.
         write_loads: Takes a line per sample of the ranks' loads; None for no samples.

@@ -202,7 +202,6 @@ class Proxy:
         )
 
     def _condemned(self, death: Death, count: int) -> None:
-        """Count and log prompts that are refused from now on."""
         self.metrics.legs.suspected_poison.inc(count)
         fields = {"count": count, "requests": death.ids, "engine": death.target.url}
         _log.warning(
@@ -327,7 +326,6 @@ class Proxy:
             await self.leadership.succeed()
 
     async def close(self) -> None:
-        """End what is left and close every socket."""
         tasks = [*chain.from_iterable(self._tasks.values()), *self._own_tasks]
         for task in tasks:
             task.cancel()
@@ -416,11 +414,7 @@ class Proxy:
         self.deployments[named(self.deployments, group)].set_policy(name)
 
     def set_log_level(self, level: str) -> None:
-        """Change how much is logged.
-
-        Raises:
-            ConfigError: No level has that name.
-        """
+        """Change how much is logged. Raises ConfigError: no level has that name."""
         set_log_level(level)
         for deployment in self.deployments.values():
             deployment.ordered()
@@ -462,7 +456,6 @@ class Proxy:
         return held_by(self.server, connections, self._environment.pump)
 
     def _use(self, credentials: Credentials) -> None:
-        """Take newer keys and tenants."""
         self._use_tenants(credentials)
         if self.pages is not None:
             self.pages.token = credentials.admin_token

@@ -144,12 +144,10 @@ class BalanceRouter(RequestRouter):
     # What Ray tells.
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the replicas that there are now."""
         super().update_replicas(replicas)
         self._follow()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Choose a replica no more."""
         super().on_replica_actor_died(replica_id)
         self._follow()
 

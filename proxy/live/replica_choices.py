@@ -113,7 +113,6 @@ class ReplicaChoices:
     """One decode group, whose ranks are the replicas of a deployment.
 
     Args:
-        settings: How they are chosen.
         clock: Seconds that never go back.
         observer: Learns of what is decided; None for nobody.
     """

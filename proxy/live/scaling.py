@@ -30,7 +30,6 @@ class OfLoads(Collector):
         self.followers = followers
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the latest looks say."""
         bound = Metric(
             "balanceroute_bound_by", "1 for what bounds the fleet, 0 for the rest.", "gauge"
         )
@@ -63,9 +62,7 @@ class ScalingSignals(OfLoads):
     """Looks at each group once a second, and exports what follows.
 
     Args:
-        groups: The groups.
         kv_tokens: Returns the KV tokens that fit on a rank of a group, by its name; None if nobody knows.
-        clock: Seconds.
     """
 
     def __init__(

@@ -222,14 +222,6 @@ class ServerTls:
     Each certificate has a context of its own, which a handshake takes: one that cannot be loaded leaves a
     part of itself in a context, and no handshake succeeds there any more.
 
-    Args:
-        cert: The certificate chain, PEM.
-        key: Its private key, PEM, not encrypted.
-        http2: Whether HTTP/2 is spoken too.
-
-    Attributes:
-        context: For the listeners.
-
     Raises:
         ConfigError: See `server_context`.
     """

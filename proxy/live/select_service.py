@@ -137,11 +137,8 @@ class SelectService:
     """The application and its listener.
 
     Args:
-        groups: Whose engines are asked for.
-        selector: Chooses.
         unique: Returns ids for reservations whose callers name none.
         keys: One of them is to be presented, at least one.
-        limits: Of the listener.
     """
 
     def __init__(
@@ -178,14 +175,12 @@ class SelectService:
         }
 
     async def close(self) -> None:
-        """Give up what waits, and close the sockets."""
         for task in self._waits:
             task.cancel()
         self.server.close()
         await self.server.drain()
 
     def _admit(self, head: RequestHead, peer: str) -> Rejection | None:
-        """Return why a request is refused by its head alone."""
         del peer
         if head.path in _OPEN:
             return None
@@ -194,7 +189,6 @@ class SelectService:
         return Rejection(401, "the key is missing or wrong", ((b"www-authenticate", b"Bearer"),))
 
     def __call__(self, request: HttpRequest, reply: Reply) -> None:
-        """Answer a request, now or when there is an engine."""
         try:
             self._handler(request)(request, reply)
         except _RefusedError as error:
@@ -239,18 +233,8 @@ class SelectService:
             for engine in _engines(group):
                 row = books[group.name, engine.target.role.value, engine.name]
                 tokens = row["kv_tokens"]
-                is_rank = isinstance(engine, Rank)
-                rows.append(
-                    {
-                        "worker_id": worker_id(engine),
-                        "dp_rank": dp_rank(engine),
-                        "role": row["role"],
-                        "potential_prefill_tokens": 0 if is_rank else tokens,
-                        "potential_decode_blocks": tokens // BLOCK_TOKENS if is_rank else 0,
-                        "active_requests": row["requests"],
-                        "kv_tokens": tokens,
-                    }
-                )
+                load = _load(engine, row, tokens, tokens // BLOCK_TOKENS)
+                rows.append({**load, "kv_tokens": tokens})
             waiting = scheduler.prefill_queue.waiting + len(scheduler.pool.entries)
             found.append({**_names(group), "loads": rows, "pending_count": waiting})
         _send(reply, 200, found)
@@ -263,19 +247,9 @@ class SelectService:
         for engine in _engines(group):
             row = books[group.name, engine.target.role.value, engine.name]
             then = row["kv_tokens"] + tokens
-            is_rank = isinstance(engine, Rank)
             if isinstance(engine, Prefiller):
                 then -= cached.get(engine.id, 0)
-            rows.append(
-                {
-                    "worker_id": worker_id(engine),
-                    "dp_rank": dp_rank(engine),
-                    "role": row["role"],
-                    "potential_prefill_tokens": 0 if is_rank else then,
-                    "potential_decode_blocks": -(-then // BLOCK_TOKENS) if is_rank else 0,
-                    "active_requests": row["requests"],
-                }
-            )
+            rows.append(_load(engine, row, then, -(-then // BLOCK_TOKENS)))
         _send(reply, 200, rows)
 
     def _overlap_scores(self, request: HttpRequest, reply: Reply) -> None:
@@ -319,12 +293,10 @@ class SelectService:
         raise _RefusedError(501, _NO_DUMP)
 
     def _books(self) -> dict[tuple[Any, ...], dict[str, Any]]:
-        """Return what each engine has, by its group, role and name."""
         rows: list[dict[str, Any]] = self._selector.loads()
         return {(row["group"], row["role"], row["engine"]): row for row in rows}
 
     def _named(self, request: HttpRequest) -> list[Group]:
-        """Return the groups that a query asks for."""
         try:
             asked = parse_qs(request.query.decode("latin-1"), max_num_fields=8)
         except ValueError as error:
@@ -581,6 +553,18 @@ def _place(engine: _Engine) -> dict[str, object]:
         "endpoint": f"http://{endpoint_of(engine)}",
         "role": engine.target.role.value,
         "block_size": BLOCK_TOKENS,
+    }
+
+
+def _load(engine: _Engine, row: Mapping[str, Any], tokens: int, blocks: int) -> dict[str, object]:
+    is_rank = isinstance(engine, Rank)
+    return {
+        "worker_id": worker_id(engine),
+        "dp_rank": dp_rank(engine),
+        "role": row["role"],
+        "potential_prefill_tokens": 0 if is_rank else tokens,
+        "potential_decode_blocks": blocks if is_rank else 0,
+        "active_requests": row["requests"],
     }
 
 

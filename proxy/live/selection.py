@@ -49,7 +49,7 @@ from balanceroute.proxy.live.telemetry.record import (
     Outcome,
     RequestRecord,
 )
-from balanceroute.proxy.wire.messages import Headers, Late, bracketed
+from balanceroute.proxy.wire.messages import Headers, bracketed
 
 _Engine = TypeVar("_Engine")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -217,17 +217,10 @@ class Selection:
         if self.session is None:  # Else it ends in a moment.
             self.release()
 
-    def start(self, status: int, headers: Headers) -> None:
+    def _never(self, *_answer: object) -> None:
         raise NotImplementedError("nobody reads its answer here")
 
-    def comment(self, headers: Headers, data: bytes, late: Late) -> None:
-        raise NotImplementedError("nobody reads its answer here")
-
-    def write(self, data: bytes) -> None:
-        raise NotImplementedError("nobody reads its answer here")
-
-    def end(self) -> None:
-        raise NotImplementedError("nobody reads its answer here")
+    start = comment = write = end = _never
 
     def release_body(self) -> None:
         """Do nothing: its caller has the body."""
@@ -524,9 +517,7 @@ class Selector:
     """Takes requests for all groups.
 
     Args:
-        groups: Who decides.
         refusals: Counts and words what is refused.
-        unix_s: Wall-clock time, for logs.
     """
 
     def __init__(self, groups: Groups, refusals: Refusals, unix_s: Callable[[], float]) -> None:

@@ -69,9 +69,7 @@ class UnitMetrics(Collector):
 
     Args:
         names: Of the metrics, by what each is.
-        groups: The groups of engines.
         gauges: Returns what the engines of a group told lately, by the group's name.
-        unix_s: Wall-clock time.
     """
 
     def __init__(
@@ -91,7 +89,6 @@ class UnitMetrics(Collector):
         self._registry.register(self)
 
     def render(self) -> bytes:
-        """Return the page, in the text format."""
         return render(self._registry)
 
     def describe(self) -> Iterable[Metric]:

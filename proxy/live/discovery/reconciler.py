@@ -44,15 +44,8 @@ class Reconciler:
     """Keeps the engines what the sources say. `run` it.
 
     Args:
-        engines: Adds and removes them.
-        sources: Where they are found.
         ask: Returns the number of an engine's ranks, None for a prefiller, when it has answered.
             Raises FetchError.
-        hold_s: How long an engine may be missing.
-        limit: How many of those that are found count.
-        clock: The loop's time.
-        owned: Those that were found before a restart.
-        leaving: Of these, those that were being drained.
 
     Attributes:
         owned: The engines that are registered because they were found.
@@ -236,7 +229,6 @@ class Reconciler:
         self._add({one: told for one, told in answered.items() if _is_usable(view.get(one))})
 
     def _add(self, told: "Mapping[Target, tuple[Found, int | None]]") -> None:
-        """Add engines, or take draining ones back."""
         if not told:
             return
         new = told.keys() - self.owned
@@ -276,9 +268,6 @@ def _addition(found: "Found", ranks: int | None) -> Addition:
 
 def _order(target: Target) -> tuple[str, str]:
     return target.role.value, target.url
-
-
-# What a source tells of the engines.
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,6 @@ class DnsName:
     told from a fleet that has ended, and of that health checks know.
 
     Args:
-        port: Where they listen.
-        interval_s: Between two look-ups.
         resolve: By default the loop's `getaddrinfo`.
     """
 
@@ -55,7 +53,6 @@ class DnsName:
         self._failing = False
 
     async def run(self, tell: Callable[[View], None]) -> None:
-        """Tell the engines after each look-up."""
         while True:
             try:
                 addresses = await self._resolve(self._host, self._port)
@@ -90,7 +87,6 @@ class WatchedFile:
     """A file that is read again and again.
 
     Args:
-        interval_s: Between two readings.
         hears: Whether KV cache events of prefillers are followed at all.
     """
 
@@ -101,7 +97,6 @@ class WatchedFile:
         self._last: tuple[bytes, View] = b"", {}  # What was read, and what it told.
 
     async def run(self, tell: Callable[[View], None]) -> None:
-        """Tell the engines of the file after each reading."""
         while True:
             try:
                 view = self._read()
@@ -229,7 +224,6 @@ def _make(
 
 
 def api_client(settings: DiscoverySettings) -> ApiClient:
-    """Return who asks the API server of Kubernetes, as the settings say."""
     account = settings.kubernetes_account or ACCOUNT
 
     def connect() -> Endpoint:

@@ -146,9 +146,6 @@ def _shown(text: str) -> str:
     return f"{scheme}{slashes}{'***' if before else ''}{at}{authority}{cut and '/…'}"
 
 
-# What can go wrong with an engine.
-
-
 class Fault(Enum):
     """How an exchange with an engine failed."""
 
@@ -249,7 +246,6 @@ class Fetcher:
         connect: Makes the connections to an engine, which it also limits in time.
         timeout_s: Until a page is complete, connecting included. If it is longer than `connect`'s own
             limit, an error tells which of the two took too long.
-        key: Sent with every request; None for no key.
         room: Bounds the bytes of all pages that are being read.
     """
 
@@ -273,11 +269,7 @@ class Fetcher:
         )
 
     async def status(self, url: str) -> int:
-        """GET a page and return its status, whatever that is.
-
-        Raises:
-            FetchError: No answer came.
-        """
+        """GET a page and return its status, whatever that is. Raises FetchError: no answer came."""
         return (await self._get(url, _HEALTH_BYTES, cut=True)).status
 
     async def body(self, url: str, *, max_bytes: int) -> bytes:

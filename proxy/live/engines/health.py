@@ -164,13 +164,11 @@ class Health:
             self._down[target.role] -= not watch.up
 
     def states(self) -> list[HealthState]:
-        """Return all instances, in the order they were added."""
         return [
             HealthState(watch.target, watch.up, watch.reason) for watch in self._watches.values()
         ]
 
     def is_up(self, target: Target) -> bool:
-        """Return whether an instance that is watched is not in quarantine."""
         return self._watches[target].up
 
     def quarantines(self, unix_s: float) -> dict[Target, Quarantine]:
@@ -188,7 +186,6 @@ class Health:
         }
 
     def succeeded(self, target: Target) -> None:
-        """Report a request that the instance served well."""
         watch = self._watches.get(target)
         # In quarantine this means nothing: the request had begun before, and a probe decides.
         if watch is not None:

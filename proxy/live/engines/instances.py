@@ -320,7 +320,6 @@ class Instances:
         return True
 
     def serving(self) -> list[RankId]:
-        """Return the ranks that are not removed."""
         return [rank.id for rank in self.ranks if rank.status is not Status.REMOVED]
 
     def prefilling(self) -> list[PrefillerId]:

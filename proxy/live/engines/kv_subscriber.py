@@ -14,11 +14,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from balanceroute.proxy.live.engines.kv_feed import KvEventSource
 
-# Subscribes to the KV cache events of prefillers over ZeroMQ. Needs the extra `kv-events`.
-#
-# Nothing that is sent takes more memory than the limits here: messages are cut off by size, and
-# queues by number. What is lost by that is noticed by its number; see `KvFeed`.
-
 _log = logging.getLogger(__name__)
 _MESSAGE_BYTES = 4 << 20
 # Messages that wait in a socket.

@@ -47,7 +47,6 @@ class ModelList:
         return list(dict.fromkeys(one.target for one in present if one.status is Status.UP))
 
     def find(self, name: str) -> ServedModel | None:
-        """Return a model by its name, as some engine serves it."""
         return next((model for model in self._all() if model.name == name), None)
 
     def cards(self) -> list[Mapping[str, Any]]:
@@ -135,9 +134,7 @@ class ServedModels:
     """Reads the lists of each engine that is up.
 
     Args:
-        models: The list that is kept up to date.
         fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
-        clock: The loop's time, in seconds.
         changed: Called with what is known, after every round of reading.
     """
 

@@ -77,7 +77,6 @@ class Pairing:
 
     Args:
         instances: Each has `asked` and `unfit` set here.
-        connector: The name of the KV connector.
         fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
         active: Whether it does anything; else all count as fitting.
         models: Those that the engines are to serve; empty for whatever they serve.

@@ -31,11 +31,7 @@ class UnknownTaskError(Exception):
 
 
 class Alias:
-    """One alias.
-
-    Args:
-        clock: The loop's time, in seconds.
-    """
+    """One alias."""
 
     def __init__(self, config: "AliasConfig", groups: Groups, clock: Callable[[], float]) -> None:
         self.config = config
@@ -161,7 +157,6 @@ class FallBack:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> bool:
-        """Ask the first group; return whether there is one."""
         group = next(self._groups, None)
         if group is not None:
             self._try(group)
@@ -232,7 +227,6 @@ class ModelAttempt:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be sent any more."""
         return self._given_up or self.inner.closed
 
     @property
@@ -290,13 +284,11 @@ class ModelAttempt:
             self.inner.release_body()
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole answer, unless another group is to give one."""
         if not self._given_up and not self._chain.failed(self, status):
             self._chain.over()
             self.inner.send(status, headers, body)
 
     def start(self, status: int, headers: Headers) -> None:
-        """Begin a stream, which is this group's to its end."""
         if not self._given_up:
             self._chain.over()
             self.inner.start(status, headers)

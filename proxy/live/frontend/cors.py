@@ -46,7 +46,6 @@ class Cors:
         self._admit = admit
 
     def admit(self, head: RequestHead, peer: str) -> Rejection | None:
-        """Return why a request is not served, as far as its head tells."""
         return None if _is_preflight(head.method, head.headers) else self._admit(head, peer)
 
     def __call__(self, request: HttpRequest, reply: Reply) -> None:

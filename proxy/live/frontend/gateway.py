@@ -222,10 +222,6 @@ MODELS = b"/v1/models"
 _MODEL = b"/v1/models/"
 
 
-def is_of_models(path: bytes) -> bool:
-    return path == MODELS or path.startswith(_MODEL)
-
-
 def model_page(
     path: bytes, groups: Groups, aliases: Collection[str], tenant: Tenant
 ) -> bytes | Rejection:
@@ -485,7 +481,6 @@ class Gateway:
             self._crash(reply, record, error)
 
     def _crash(self, reply: Reply, record: RequestRecord, error: Exception) -> None:
-        """End a request whose handling failed."""
         failures = self._groups.first.intake.isolation.failures
         failures.report("arrival", error, request_id=record.request_id)
         if reply.started:
@@ -638,10 +633,6 @@ class Gateway:
         headers, body = self.refusals.render(rejection, request, request.peer)
         reply.send(rejection.status, headers, body)
 
-    def _model_page(self, request: HttpRequest) -> bytes | Rejection:
-        tenant = self._tenant_of(request.headers)
-        return model_page(request.path, self._groups, self._aliases, tenant)
-
     def _metrics_for(self, request: HttpRequest) -> bytes:
         unit = b"" if self.page_of_unit is None else self.page_of_unit()
         with_all = self._public_metrics and self._clients.find(request.headers) is not None
@@ -650,8 +641,9 @@ class Gateway:
     def _answer_itself(self, request: HttpRequest, reply: Reply) -> None:
         request_id = (b"x-request-id", self._groups.context.unique().encode())
         json_headers = [*JSON_HEADERS, request_id]
-        if is_of_models(request.path):
-            page = self._model_page(request)
+        if request.path == MODELS or request.path.startswith(_MODEL):
+            tenant = self._tenant_of(request.headers)
+            page = model_page(request.path, self._groups, self._aliases, tenant)
             if isinstance(page, Rejection):
                 self._reject(request, reply, page)
             else:

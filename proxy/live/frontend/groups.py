@@ -101,7 +101,6 @@ class Groups:
 
     @property
     def ready(self) -> bool:
-        """Whether any of them would take a request now."""
         return any(one.intake.ready for one in self)
 
     @property
@@ -268,9 +267,6 @@ class ModelRoutes:
         }
         message = "the engines serve different models: a request goes to those that serve its model"
         _log.warning(message, extra={"fields": fields})
-
-
-# TODO.
 
 
 class Asking(Struct, eq=False):

@@ -232,10 +232,9 @@ class SingleExchange:
             self._died(said=False)
         self._mend(fault, f"the engine failed: {error}")
         # Afterwards: an engine that is quarantined loses all its requests.
-        self._owner.failed(target, fault, str(error))
+        self._owner.report(LegFailed(target, fault, str(error)))
 
     def _relay(self) -> None:
-        """Begin to send what comes, as it comes."""
         self.record.status = self._status
         self.record.stream = self._streams
         self.record.first_token_ns = round(self._progress_s * 1e9)
@@ -272,7 +271,7 @@ class SingleExchange:
             return
         reason = f"no answer within {self._limit_s:g} s"
         self._fail(504, reason, Outcome.UPSTREAM_ERROR)
-        self._owner.failed(self._prefiller.target, Fault.TIMEOUT, reason)
+        self._owner.report(LegFailed(self._prefiller.target, Fault.TIMEOUT, reason))
 
     def client_left(self) -> None:
         self._abort()
@@ -325,7 +324,7 @@ class SingleExchange:
         status = self.record.status
         if status < 500:
             # A 5xx may be the request's own fault, and says nothing of other requests.
-            self._owner.succeeded(self._prefiller.target)
+            self._owner.report(LegSucceeded(self._prefiller.target))
         if status < 400:
             self._end(Outcome.OK, "")
             return
@@ -404,9 +403,7 @@ class PassThrough:
 
     Args:
         intake: Refuses requests when it drains, and takes the reports on engines.
-        metrics: Told of every request that ended.
         retried: Told of every leg that is sent again, and why.
-        log: Told of every request that ended.
     """
 
     def __init__(
@@ -423,7 +420,7 @@ class PassThrough:
         self.clock = intake.context.clock
         self.call_later = intake.context.call_later
         self.legs = intake.context.legs
-        self.suspects = intake.context.suspects
+        self.suspects, self.report = intake.context.suspects, intake.report
         self._instances = instances
         self._intake = intake
         self._tenancy = tenancy
@@ -439,12 +436,10 @@ class PassThrough:
 
     @property
     def in_flight(self) -> int:
-        """Requests not answered yet."""
         return len(self._running) + self.waiting
 
     @property
     def waiting(self) -> int:
-        """Those of them that no engine was given yet."""
         return len(self._waiting)
 
     def __call__(
@@ -496,12 +491,6 @@ class PassThrough:
         self._stop(exchange)
         self._start(exchange, other)
         return True
-
-    def failed(self, target: Target, fault: Fault, reason: str) -> None:
-        self._intake.report(LegFailed(target, fault, reason))
-
-    def succeeded(self, target: Target) -> None:
-        self._intake.report(LegSucceeded(target))
 
     def crashed(self, exchange: SingleExchange, error: Exception) -> None:
         """End a request whose handling failed: a 500, or a cut body, and nothing held."""

@@ -98,7 +98,6 @@ class Refusals:
     """Answers, counts and logs refused requests.
 
     Args:
-        context: Has the clock and the names of requests.
         allowances: Returns what is left of a tenant's rates.
     """
 
@@ -222,7 +221,6 @@ class Refusals:
 
 
 def outcome_of(status: int) -> Outcome:
-    """Return how a request ended that the proxy itself answered with an error."""
     if status in _REFUSED:
         return Outcome.REJECTED
     if status < 500 or status in _NOT_OURS:
@@ -241,7 +239,6 @@ class Tenancy:
     Args:
         within: What the deployment as a whole accepts.
         tenants: Empty if there are none.
-        now_ns: The loop's time.
         beside: Of another deployment: each tenant has one account for both.
     """
 
@@ -294,13 +291,11 @@ class Tenancy:
         return self._tenants.offer_alone(tenant, self._now_ns())
 
     def ended_alone(self, record: RequestRecord) -> None:
-        """Note the end of such a request that was accepted."""
         if self._tenants is not None:
             tokens = record.prompt_tokens + record.output_tokens
             self._tenants.ended_alone(record.tenant, tokens, self._now_ns())
 
     def allowances(self, tenant: str) -> Mapping[str, Allowance]:
-        """Return what is left of a tenant's rates; empty without tenants."""
         account = None if self._tenants is None else self._tenants.accounts.get(tenant)
         return _NO_ALLOWANCES if account is None else account.allowances(self._now_ns())
 

@@ -191,7 +191,6 @@ class Clients:
     Args:
         api_keys: Keys that are no tenant's own.
         tenants: Empty if there are none; then everybody with one of the keys is `everybody`.
-        everybody: May what all may.
     """
 
     def __init__(

@@ -53,10 +53,7 @@ class KubernetesLease:
     """One Lease; see `Office`.
 
     Args:
-        api: Asks the API server.
-        lease: The Lease's name.
         namespace: None for that of the account.
-        name: This process's.
         duration_s: For how long a Lease that does not change is another's.
         clock: Seconds, of one's own.
         unix_s: The wall clock, for people alone.
@@ -87,7 +84,6 @@ class KubernetesLease:
 
     @property
     def place(self) -> str:
-        """What the log calls it."""
         return f"Lease {self._lease}"
 
     async def claim(self, *, leads: bool) -> str:
@@ -121,7 +117,6 @@ class KubernetesLease:
             return  # It is not any more.
 
     def bequest(self) -> dict[str, object]:
-        """Return what a process that takes over from this one is to know."""
         self.kin = True
         return {"name": self.name}
 

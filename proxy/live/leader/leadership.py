@@ -84,9 +84,7 @@ class Office(Protocol):
         """Return what a process that takes over is to know, with the `descriptor` that it is to have."""
         ...
 
-    def close(self) -> None:
-        """Close what is open, without giving anything up."""
-        ...
+    def close(self) -> None: ...
 
 
 class Followed(Protocol):
@@ -119,7 +117,6 @@ class Leadership:
         office: Where replicas agree.
         duration_s: What others wait for.
         clock: Seconds, which go on while the machine is suspended.
-        rng: Spreads the tries.
         sites: Returns the groups about which is decided.
         led: What the process that this one takes over from has bequeathed; empty if there is none.
     """
@@ -172,7 +169,6 @@ class Leadership:
     # What runs in the background.
 
     async def run(self) -> None:
-        """Try to lead, and to go on, until this process leaves."""
         while not self._retired:
             await self._turn()
             if not self._retired:
@@ -340,7 +336,6 @@ class Leadership:
         self._office.close()
 
     def close(self) -> None:
-        """Decide nothing any more."""
         self._retired = True
         self._until_s = -inf
         self._call_off()
@@ -379,7 +374,6 @@ class LeaderMetrics(Collector):
         self._standing = standing
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a family for each figure."""
         now = self._standing()
         yield GaugeMetricFamily(
             "balanceroute_leader", "Whether the proxy leads its replicas.", int(now.leads)

@@ -28,7 +28,6 @@ class LockFile:
 
     Args:
         path: The file; it need not be there, but its folder.
-        name: This process's.
         duration_s: How long a term is.
         clock: Seconds, of one's own.
         in_thread: Runs what may wait for a disk.
@@ -61,7 +60,6 @@ class LockFile:
 
     @property
     def place(self) -> str:
-        """What the log calls it."""
         return f"lock {self._path}"
 
     async def claim(self, *, leads: bool) -> str:
@@ -79,7 +77,6 @@ class LockFile:
         await self._told_by(self._unlock)
 
     def bequest(self) -> dict[str, object]:
-        """Return what a process that takes over from this one is to know."""
         self.kin = True
         return {"name": self.name, "descriptor": self._locked}
 

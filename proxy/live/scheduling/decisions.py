@@ -111,11 +111,7 @@ _FOLLOWED = frozenset({*_LEAVING, DecodeStarted})
 
 
 class StageTimes:
-    """How long the last decision and its stages took. Metrics learn of them when it is over.
-
-    Args:
-        stopwatch: Returns seconds of real time.
-    """
+    """How long the last decision and its stages took. Metrics learn of them when it is over."""
 
     def __init__(self, stopwatch: Callable[[], float]) -> None:
         self.taken: list[tuple[str, float]] = []  # Stages as they ended, with their seconds.
@@ -399,9 +395,6 @@ class Decisions:
         for number, reason in self._stranded.due(now_s):
             session = self._sessions[number]
             self.isolation.run_for(session, "timer", session.give_up, reason)
-
-
-# Which instances the scheduler may use, as it was told.
 
 
 class OpenInstances:

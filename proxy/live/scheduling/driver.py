@@ -169,8 +169,6 @@ class RetryBudget:
     """Earns a share of a retry with each request.
 
     Args:
-        share: Retries per request.
-        reserve: Retries available at the start.
         most: The largest number of retries saved up.
     """
 
@@ -183,7 +181,6 @@ class RetryBudget:
         self._left = min(self._most, self._left + self._share)
 
     def spend(self) -> bool:
-        """Take one retry; return whether there was one."""
         if self._left < 1.0:
             return False
         self._left -= 1.0
@@ -325,7 +322,6 @@ class Feedback:
         self._instances.prefillers[report.prefiller].hand_offs -= 1
 
     def _session_ended(self, report: SessionEnded) -> None:
-        """Forget a session that is over, and count it."""
         number, record = report.request, report.record
         session = self._table.live[number]
         began = self._table.remove(number, record)
@@ -351,9 +347,6 @@ def _ending(record: RequestRecord, *, began: bool) -> Ending:
         prompt_tokens=record.prompt_tokens,
         began=began,
     )
-
-
-# All live requests, and the names under which engines know them.
 
 
 class SessionTable:
@@ -416,11 +409,7 @@ class SessionTable:
         return not (self.live or self._ids or self._waiting)
 
     async def drained(self) -> None:
-        """Wait until no request is left."""
         await self._empty.wait()
-
-
-# A request that clients sent and that nobody has accepted or refused yet.
 
 
 class Arrival(Struct, frozen=True):
@@ -507,9 +496,6 @@ class Driver:
         rng: Tells requests of one name apart.
 
     Attributes:
-        context: What the sessions share.
-        isolation: Ends alone what failed.
-        veto: Leaves out ranks that make no tokens.
         uses_keys: Whether the keys of requests are asked for; see `prompt_keys`.
         draining: Whether new requests are refused.
         paces: How far ranks are by their engines' own counters; None if nobody asks.

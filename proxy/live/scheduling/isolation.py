@@ -29,11 +29,7 @@ _Arguments = TypeVarTuple("_Arguments")
 
 
 class Isolation:
-    """Runs what may fail.
-
-    Args:
-        failures: Told of every exception.
-    """
+    """Runs what may fail."""
 
     def __init__(
         self,
@@ -172,7 +168,6 @@ class Apart:
         return True
 
     def stop(self) -> None:
-        """Look after nothing any more."""
         if self._timer is not None:
             self._timer.cancel()
 

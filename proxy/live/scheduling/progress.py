@@ -326,7 +326,6 @@ class Progress:
     Args:
         scheduler: Its ledger is updated.
         feed: Tells it that one has joined its rank's batch, and performs what follows.
-        clock: The loop's time.
         pumped: Tokens of the streams that the pump moves, by slot; None if nobody moves any.
     """
 

@@ -439,7 +439,6 @@ class StreamLooks:
     """What is seen of the ranks; see `core.steps`.
 
     Args:
-        clock: The loop's time.
         late_s: Between two looks; after more than that this process may have stood still.
     """
 

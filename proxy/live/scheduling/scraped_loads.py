@@ -121,9 +121,6 @@ def load_of(rank: Rank, gauges: EngineGauges) -> EngineLoad | None:
     return next(iter(gauges.loads.values())) if len(gauges.loads) == 1 else None
 
 
-# How busy prefillers are, for the rules that choose by it.
-
-
 def feed_loads(
     instances: Instances, feed: Callable[[Event], None], target: Target, gauges: EngineGauges
 ) -> None:
@@ -171,10 +168,6 @@ class RankPaces:
     """Counts the rounds of each rank: in a round every sequence that it runs emits one token.
 
     Between two readings a rank goes on as it did before the last one.
-
-    Args:
-        instances: The ranks.
-        clock: The loop's time, in seconds.
     """
 
     def __init__(self, instances: Instances, clock: Callable[[], float]) -> None:

@@ -137,11 +137,7 @@ class AliasConfig:
 
 
 def read_aliases(topology: "Topology") -> tuple[AliasConfig, ...]:
-    """Return the aliases of a file.
-
-    Raises:
-        ConfigError: One of them cannot be used.
-    """
+    """Return the aliases of a file. Raises ConfigError: one of them cannot be used."""
     names = {one.name for one in topology.groups}
     taken = names.union(*(one.models for one in topology.groups))
     aliases = []

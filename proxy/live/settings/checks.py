@@ -31,11 +31,7 @@ def decode_address(word: str) -> tuple[EngineUrl, bool]:
 
 
 def own_address(word: str) -> EngineUrl:
-    """Read an address without a rank.
-
-    Raises:
-        ConfigError: It is none, or names a rank.
-    """
+    """Read an address without a rank. Raises ConfigError: it is none, or names a rank."""
     if word.isdecimal():  # As vllm-router has it behind a prefiller's address.
         raise ConfigError(f"is {word!r}: a bootstrap port goes to --bootstrap http://HOST:{word}")
     url = EngineUrl.parse(word)

@@ -57,8 +57,6 @@ from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS
 from balanceroute.topologies import CONNECTORS
 
-# The settings of HTTP/3.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Http3Settings:
@@ -88,9 +86,6 @@ class Http3Settings:
         0,
         10_000,
     )
-
-
-# The settings of who is let in, and of who goes first.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,8 +243,6 @@ class LeaderSettings:
 
 
 LOG_WORDS = ("-", "none")
-_KIB = 1 << 10
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,6 +405,12 @@ class ListeningSettings:
         metavar="NAME",
         at_top=False,
     )
+
+    @property
+    def certificate(self) -> tuple[Path, Path] | None:
+        """The files of the certificate and of its key; None to serve http."""
+        cert, key = self.tls_cert, self.tls_key
+        return None if cert is None or key is None else (cert, key)
 
     @property
     def takes_orders(self) -> bool:

@@ -21,17 +21,14 @@ from balanceroute.topologies import CONNECTORS, KvFlow
 _DEADLINE_ORDERS, _LEVEL_ORDERS = frozenset({"edf"}), frozenset({"abs", "ml"})
 _RANDOM = USING_LOADS | {"random", "power-of-two"}
 # What moves a limit.
-_MOVING = (
-    *("aimd_tpot_ms", "aimd_first", "aimd_tick_s", "aimd_window_s", "aimd_band"),
-    *("aimd_cooldown", "aimd_factor", "aimd_step"),
-)
+_MOVING = "aimd_tpot_ms aimd_first aimd_tick_s aimd_window_s aimd_band aimd_cooldown aimd_factor aimd_step"
 _BR, _LATE = ("br-0", "br-h"), ("fifo", "br-0", "br-0-bypass", "br-h")
 
 
 class _Idle(NamedTuple):
     """Settings that do nothing in some configurations."""
 
-    names: tuple[str, ...]  # Of the settings.
+    names: str  # Of the settings, with spaces between them.
     why: str  # What the message says behind "has no effect"; `{c}` is the configuration.
     holds: Callable[[ProxyConfig], bool]  # Whether they do nothing.
     part: str = ""  # The part of the setting that does nothing; "" for all of it.
@@ -59,7 +56,7 @@ def without_effect(given: Mapping[str, str], deployments: Sequence[ProxyConfig])
 def _idle(config: ProxyConfig) -> Iterable[tuple[str, str, str]]:
     """Yield what was given for one deployment and does nothing: the place, what of it, and why."""
     for row in _TABLE:
-        for name in row.names:
+        for name in row.names.split():
             if name in config.given and row.holds(config):
                 place = config.given[name]
                 yield place, f"{place}: {row.part}" if row.part else place, row.why.format(c=config)
@@ -146,96 +143,86 @@ _NO_LEVELS = "where nobody can state a level (--client-priority, or level of a t
 _TABLE = (
     # Engines.
     _Idle(
-        ("kv_block_tokens",),
+        "kv_block_tokens",
         "without --kv-events",
         lambda c: not (c.hears_kv_events or c.hears_rank_kv_events),
     ),
     _Idle(
-        ("engine_ca_file", "insecure_engines"),
+        "engine_ca_file insecure_engines",
         "where no engine is named with https",
         lambda c: not _has_https(c),
     ),
     _Idle(
-        ("roster_state",),
+        "roster_state",
         "with --no-admin, without --discover and --aimd: nothing is ordered, found or learned",
         lambda c: not (c.listening.takes_orders or c.discovery.discover or c.aimd.aimd != "off"),
     ),
     _Idle(
-        ("discover_hold_s", "discover_limit"),
-        "without --discover",
-        lambda c: not c.discovery.discover,
+        "discover_hold_s discover_limit", "without --discover", lambda c: not c.discovery.discover
     ),
     _Idle(
-        ("discover_interval_s",),
+        "discover_interval_s",
         "without --discover of a file or a name",
         lambda c: not _finds(c, "file", "dns"),
     ),
     _Idle(
-        ("kubernetes_api", "kubernetes_account"),
+        "kubernetes_api kubernetes_account",
         "without --discover of kubernetes and without --leader-lease",
         lambda c: not (_finds(c, "kubernetes") or c.leader.leader_lease),
     ),
     _Idle(
-        ("leader_lease_s",),
+        "leader_lease_s",
         "without --leader-lease or --leader-lock",
         lambda c: not c.leader.has_replicas,
     ),
     # Listening.
     _Idle(
-        ("http3_order", "http3_hard_deadlines", "http3_streams", "http3_handshakes"),
+        "http3_order http3_hard_deadlines http3_streams http3_handshakes",
         "without --http3",
         lambda c: not c.http3.http3,
     ),
     _Idle(
-        ("pick_host", "pick_port", "pick_fallbacks", "pick_test_header"),
+        "pick_host pick_port pick_fallbacks pick_test_header",
         "without --pick",
         lambda c: c.gateway.pick == "off",
     ),
     _Idle(
-        ("select_host", "select_port"),
+        "select_host select_port",
         "without --select-key-file",
         lambda c: c.gateway.select_key_file is None,
     ),
-    _Idle(("http2_streams",), "without --http2", lambda c: not c.gateway.http2),
+    _Idle("http2_streams", "without --http2", lambda c: not c.gateway.http2),
+    _Idle("admin_host admin_port admin_name", "with --no-admin", lambda c: not c.listening.admin),
+    _Idle("admin_token_file", "with --no-admin", lambda c: not c.listening.takes_orders),
+    _Idle("native_threads", "with --native off", lambda c: c.listening.native == "off"),
     _Idle(
-        ("admin_host", "admin_port", "admin_name"),
-        "with --no-admin",
-        lambda c: not c.listening.admin,
-    ),
-    _Idle(("admin_token_file",), "with --no-admin", lambda c: not c.listening.takes_orders),
-    _Idle(("native_threads",), "with --native off", lambda c: c.listening.native == "off"),
-    _Idle(
-        ("native", "native_threads"),
+        "native native_threads",
         "with --tls-cert: streams over TLS are not moved natively, only large bodies are read so",
         lambda c: c.listening.native != "off" and c.listening.tls_cert is not None,
     ),
     # Admission.
     _Idle(
-        ("aimd_ttft_s", "aimd_min", "aimd_max", *_MOVING),
-        "without --aimd",
-        lambda c: c.aimd.aimd == "off",
+        f"aimd_ttft_s aimd_min aimd_max {_MOVING}", "without --aimd", lambda c: c.aimd.aimd == "off"
     ),
     _Idle(_MOVING, "where --aimd-min and --aimd-max fix the limit", _is_fixed),
     _Idle(
-        ("admission",),
+        "admission",
         _NO_DEADLINES,
         lambda c: c.admission.admission in EXPECTING and not _states_deadlines(c),
     ),
     _Idle(
-        ("queue_order",),
+        "queue_order",
         _NO_DEADLINES,
         lambda c: c.admission.queue_order in _DEADLINE_ORDERS and not _states_deadlines(c),
     ),
     _Idle(
-        ("queue_order",),
+        "queue_order",
         _NO_LEVELS,
         lambda c: c.admission.queue_order in _LEVEL_ORDERS and not _states_levels(c),
     ),
+    _Idle("client_priority", _WITH_ORDER, lambda c: c.admission.queue_order not in _LEVEL_ORDERS),
     _Idle(
-        ("client_priority",), _WITH_ORDER, lambda c: c.admission.queue_order not in _LEVEL_ORDERS
-    ),
-    _Idle(
-        ("fair_queue",),
+        "fair_queue",
         "without --tenants or --api-key-file",
         lambda c: (
             c.admission.fair_queue != "none"
@@ -243,7 +230,7 @@ _TABLE = (
         ),
     ),
     _Idle(
-        ("tenants",),
+        "tenants",
         "without --fair-queue",
         lambda c: (
             c.admission.fair_queue == "none"
@@ -252,7 +239,7 @@ _TABLE = (
         "weight",
     ),
     _Idle(
-        ("tenants",),
+        "tenants",
         _WITH_ORDER,
         lambda c: (
             c.admission.queue_order not in _LEVEL_ORDERS
@@ -262,12 +249,12 @@ _TABLE = (
     ),
     # Scheduling.
     _Idle(
-        ("prefill_waiting_limit", "prefill_running_limit", "prefill_share_limit"),
+        "prefill_waiting_limit prefill_running_limit prefill_share_limit",
         "with --prefill-choice {c.scheduling.prefill_choice}, which scores no prefiller",
         lambda c: c.scheduling.prefill_choice not in USING_LOADS,
     ),
     *(
-        _Idle((name,), f"where nothing is chosen by {rule}", partial(_never_scores, rule))
+        _Idle(name, f"where nothing is chosen by {rule}", partial(_never_scores, rule))
         for name, rule in (
             ("s1_weights", "s1-enhanced"),
             ("s2_weights", "s2-enhanced"),
@@ -275,91 +262,83 @@ _TABLE = (
         )
     ),
     _Idle(
-        ("predictor",),
+        "predictor",
         "on decisions " + _WITH_POLICY + ": its predictions are only scored",
         lambda c: not _predicts(c),
     ),
-    _Idle(("seed",), _WITH_POLICY + ", which draws nothing", lambda c: not _draws(c)),
+    _Idle("seed", _WITH_POLICY + ", which draws nothing", lambda c: not _draws(c)),
     _Idle(
-        ("rank_kv_tokens",),
+        "rank_kv_tokens",
         _WITH_POLICY + ", which lets requests queue in the engines",
         _policy_not(*_LATE, "smg-least-load"),
     ),
-    _Idle(("rank_speeds", "learn_speeds"), _WITH_POLICY, _policy_not(*_BR, "br-0-bypass")),
-    _Idle(("rank_speeds", "learn_speeds"), "with --paper", _is_paper),
-    _Idle(("learn_speeds",), "with --rank-speeds", lambda c: bool(c.scheduling.rank_speeds)),
+    _Idle("rank_speeds learn_speeds", _WITH_POLICY, _policy_not(*_BR, "br-0-bypass")),
+    _Idle("rank_speeds learn_speeds", "with --paper", _is_paper),
+    _Idle("learn_speeds", "with --rank-speeds", lambda c: bool(c.scheduling.rank_speeds)),
     _Idle(
-        ("direct_limit",),
+        "direct_limit",
         "where nothing is served by one engine (--direct refuse)",
         lambda c: c.legs.direct is Direct.REFUSE,
     ),
     _Idle(
-        ("direct_decode_tokens",),
+        "direct_decode_tokens",
         "where no rank serves what cannot be split (--direct)",
         lambda c: c.legs.direct is not Direct.DECODE,
     ),
     _Idle(
-        ("pool_limit",),
+        "pool_limit",
         _WITH_CONNECTOR + ", unless --aimd or --admission early has requests wait",
         lambda c: _decode_first(c) and not _limits_starts(c),
     ),
     _Idle(
-        ("probe_limit", "lease_s", "lease_margin_s", "on_missing_kv", "pool_deadline_s"),
+        "probe_limit lease_s lease_margin_s on_missing_kv pool_deadline_s",
         _WITH_CONNECTOR + ", whose ranks have the request first",
         _decode_first,
     ),
     _Idle(
-        ("prefill_choice", "prefiller_kv_tokens"),
+        "prefill_choice prefiller_kv_tokens",
         _WITH_CONNECTOR + " and --direct {c.legs.direct.value}, where no prefiller is chosen",
         _never_queues,
     ),
     _Idle(
-        ("queue_ttl_s", "fair_queue"),
+        "queue_ttl_s fair_queue",
         _WITH_CONNECTOR + " and --direct {c.legs.direct.value}, where nothing waits before prefill",
         lambda c: _never_queues(c) and not _limits_starts(c),
     ),
     _Idle(
-        ("first_token",),
+        "first_token",
         _WITH_CONNECTOR + ", whose ranks have the request first",
         lambda c: _decode_first(c) and c.legs.first_token is FirstTokenFrom.PREFILL,
     ),
     _Idle(
-        ("lease_margin_s",),
+        "lease_margin_s",
         "where KV caches have no lease",
         lambda c: c.lease_s is None and not _decode_first(c),
     ),
     # Policies.
+    _Idle("projection horizon gamma alpha beta refresh_tokens", _WITH_POLICY, _policy_not("br-h")),
     _Idle(
-        ("projection", "horizon", "gamma", "alpha", "beta", "refresh_tokens"),
-        _WITH_POLICY,
-        _policy_not("br-h"),
-    ),
-    _Idle(
-        ("projection", "gamma", "refresh_tokens"),
+        "projection gamma refresh_tokens",
         "with --horizon 0",
         lambda c: c.scheduling.policy == "br-h" and c.policies.steps_ahead == 0,
     ),
-    _Idle(("theta", "window", "patience", "hold_s", "paper"), _WITH_POLICY, _policy_not(*_BR)),
-    _Idle(("patience", "hold_s", "prefix_affinity"), "with --paper", _is_paper),
-    _Idle(("prefix_affinity",), _WITH_POLICY, _policy_not(*_BR, "br-0-bypass")),
+    _Idle("theta window patience hold_s paper", _WITH_POLICY, _policy_not(*_BR)),
+    _Idle("patience hold_s prefix_affinity", "with --paper", _is_paper),
+    _Idle("prefix_affinity", _WITH_POLICY, _policy_not(*_BR, "br-0-bypass")),
     _Idle(
-        ("prefix_affinity",),
+        "prefix_affinity",
         _WITH_CONNECTOR + ", which transfers what ranks have already, too",
         lambda c: not CONNECTORS[c.engines.connector].pulls_missing,
     ),
-    _Idle(("bypass_slots",), _WITH_POLICY, _policy_not("br-0-bypass")),
-    _Idle(("kv_peak_quantile",), _WITH_POLICY, _policy_not(*_LATE)),
-    _Idle(
-        ("pool_deadline_s",),
-        _WITH_POLICY,
-        lambda c: _policy_not(*_BR)(c) and not _decode_first(c),
-    ),
+    _Idle("bypass_slots", _WITH_POLICY, _policy_not("br-0-bypass")),
+    _Idle("kv_peak_quantile", _WITH_POLICY, _policy_not(*_LATE)),
+    _Idle("pool_deadline_s", _WITH_POLICY, lambda c: _policy_not(*_BR)(c) and not _decode_first(c)),
     # Failures and logs.
     _Idle(
-        ("retry_backoff_s", "retry_backoff_limit_s"),
+        "retry_backoff_s retry_backoff_limit_s",
         "with --retry-attempts 1",
         lambda c: c.legs.retry_attempts == 1,
     ),
-    _Idle(("log_level",), "with --log none", lambda c: c.log.log == "none"),
-    _Idle(("load_log_interval_s",), "without --load-log", lambda c: c.log.load_log is None),
+    _Idle("log_level", "with --log none", lambda c: c.log.log == "none"),
+    _Idle("load_log_interval_s", "without --load-log", lambda c: c.log.load_log is None),
 )

@@ -115,12 +115,7 @@ def prefill_servers(
 
 
 def prefill_server(url: EngineUrl, bootstrap: EngineUrl | None, connector: str) -> PrefillServer:
-    """Return a prefiller.
-
-    Args:
-        url: Its address.
-        bootstrap: Its bootstrap server; None for the usual one, if the connector has those.
-        connector: The connector's name.
+    """Return a prefiller; `bootstrap` is None for the usual server, if the connector has those.
 
     Raises:
         ConfigError: The connector has no bootstrap servers.

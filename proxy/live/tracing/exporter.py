@@ -100,7 +100,6 @@ def _fault(text: str) -> str:
 
 
 def _stage_spans(record: RequestRecord, trace: Trace, epoch_ns: int, state: str) -> str:
-    """Return the spans of the stages, each with a comma before it."""
     steps = trace.steps or stages_of(record)
     parent_id = trace.span_id
     if len(steps) < len(_DIGITS):
@@ -230,13 +229,7 @@ InThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 class SpanExporter:
-    """A log in front of another, which sends spans to one collector. `run` it, and `close` it at the end.
-
-    Args:
-        metrics: Told of what was exported and dropped.
-        in_thread: Runs what takes long.
-        rng: Spreads attempts that are repeated.
-    """
+    """A log in front of another, which sends spans to one collector. `run` it, and `close` it at the end."""
 
     def __init__(
         self,
