@@ -630,7 +630,9 @@ def page_of(rows: Mapping[str, Row], restarted: Mapping[str, bool], minutes: flo
         counts = ["did not run", "-", "-", "-"] if row.fault else counts
         table.append(table_row(name, *counts, WHAT[name]))
         if row.fault:
-            reasons[row.fault.splitlines()[-1][:300]] = {name: None}
+            lines = row.fault.splitlines()
+            errors = [line.strip() for line in lines if "Error" in line] or lines
+            reasons[errors[-1][:300]] = {name: None}
             continue
         for test, said in row.differ.items():
             reason = explanation(test) or f"NOT EXPLAINED: {said}"
