@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,11 @@ from balanceroute.proxy.core.config import outside_name
 from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.prediction import two_stage_estimate
-from balanceroute.proxy.live.telemetry.component_metrics import PredictorMetrics
 from balanceroute.proxy.live.telemetry.snapshot import PredictorScores
 from balanceroute.topologies import did_you_mean
+
+if TYPE_CHECKING:  # The command line completes its words without prometheus_client.
+    from balanceroute.proxy.live.telemetry.component_metrics import PredictorMetrics
 
 # The predictor in use and its shadows: one is asked, all learn, all are judged.
 #
@@ -64,7 +67,7 @@ class PredictorSet:
         shadows: Sequence[NamedPredictor] = (),
         *,
         horizon_steps: int,
-        metrics: PredictorMetrics,
+        metrics: "PredictorMetrics",
         on_failure: Callable[[str, Exception], None],
         stopwatch: Callable[[], float],
     ) -> None:
