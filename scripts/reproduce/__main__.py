@@ -19,6 +19,7 @@ COMMANDS = {
     "qos": "reproduce.tenants",
     "reference": "reproduce.reference",
     "scale": "reproduce.scale",
+    "served-streams": "reproduce.streams",
     "servegen-trace": "reproduce.traces",
     "simulations": "reproduce.simulations",
     "stream-orders": "reproduce.streams",
