@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from tests.extended import usually
 from tests.script import ROOT, commands_of, run_script, script
 
 from balanceroute.proxy.cli import simulate
@@ -336,6 +337,36 @@ def test_a_cell_with_fewer_ranks_is_sent_less_by_who_looks() -> None:
         held = sum(len(at) for at in world._at)
         assert held == sum(sum(view.own) for view in world._gateways)
         assert all(count >= 0 for view in world._gateways for count in view.own)
+
+
+SCORE_CLAIMS = {
+    f"{one.clients}-{one.rule}-{one.told}": one
+    for one in script("reproduce.scores").CLAIMS
+    if one.sign
+}
+# One that wins, and one that loses.
+USUAL_CLAIMS = ("10-s1-enhanced-shorter", "40-s1-enhanced-longer")
+
+
+@pytest.mark.parametrize("claim", usually(USUAL_CLAIMS, SCORE_CLAIMS.values(), ids=SCORE_CLAIMS))
+def test_scores_win_and_lose_where_their_authors_say(claim: object) -> None:
+    module = script("reproduce.scores")
+    assert module.holds(claim, module.gains(claim, 1))
+
+
+def test_a_claim_of_the_other_sign_fails() -> None:
+    module = script("reproduce.scores")
+    claim = module.CLAIMS[0]
+    found = module.gains(claim, 1)
+    assert not module.holds(replace(claim, sign=-claim.sign), found)
+
+
+def test_weights_of_the_scores_are_swept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_script("reproduce score-weights --seeds 1 --clients 20") == 0
+    head, _, *rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert [cell.strip(" |") for cell in head[2:]] == ["0.1, 0.9", "0.2, 0.8", "0.5, 0.5"]
+    assert [row[:2] for row in rows] == [["| 1 + 4 GPUs", "20"], ["| 5 x 1 GPU", "20"]]
+    assert all(len(set(row[2:])) == 3 for row in rows)
 
 
 TCP = '"TLS/TCP, one each" "TLS/TCP, one connection"'

@@ -19,6 +19,8 @@ COMMANDS = {
     "qos": "reproduce.tenants",
     "reference": "reproduce.reference",
     "scale": "reproduce.scale",
+    "score-weights": "reproduce.scores",
+    "scores": "reproduce.scores",
     "served-streams": "reproduce.streams",
     "servegen-trace": "reproduce.traces",
     "simulations": "reproduce.simulations",
