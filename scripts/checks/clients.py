@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,16 +51,24 @@ def python_of(kit: str) -> Path:
 def run(*command: object, limit_s: float = CHECK_S) -> subprocess.CompletedProcess[str]:
     """Run a command; its exit status is in the result, 124 if it was ended as it took too long."""
     words = [str(word) for word in command]
-    try:
-        return subprocess.run(
-            words, capture_output=True, text=True, timeout=limit_s, check=False, env=_ENVIRONMENT
-        )
-    except subprocess.TimeoutExpired as error:
-        # Bytes even if text was asked for.
-        said: Any = error.stdout or b""
-        text = said.decode("utf-8", "replace") if isinstance(said, bytes) else said
-        reason = f"not within {limit_s:g} s"
-        return subprocess.CompletedProcess(words, _TOO_LONG, text, reason)
+    with subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_ENVIRONMENT,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, said = process.communicate(timeout=limit_s)
+            status = process.returncode
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # Load tools have workers, which outlive them.
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            output, _ = process.communicate()
+            status, said = _TOO_LONG, f"not within {limit_s:g} s"
+    return subprocess.CompletedProcess(words, status, output, said)
 
 
 def check_script(kit: str, script: str, *arguments: str) -> Iterator[Result]:
