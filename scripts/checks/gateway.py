@@ -47,6 +47,7 @@ _DEMO_ENGINES = (
     "--lease-s=300",
 )
 _DEMO_FLAGS = ("--batch=16", "--lease-s=300", "--probe-limit=1")
+_AT_A_TIME = 192  # Requests of its load.
 _STEP_S = 0.03  # Of an emulated rank, about.
 _SLOTS = 32
 # Envoy's configuration, as gateways set it up for an InferencePool; JSON within is YAML.
@@ -571,7 +572,7 @@ def idle_of(url: str, unit: dict[str, list[str]], requests: int) -> tuple[float,
         words = [
             *(sys.executable, "-m", "balanceroute.proxy", "replay", "--target", url),
             *("--emulation", unit["decode"][0], "--trace", str(MOONCAKE), "--skip=5000"),
-            *(f"--requests={requests}", "--concurrency=192", "--lengths=hidden"),
+            *(f"--requests={requests}", f"--concurrency={_AT_A_TIME}", "--lengths=hidden"),
             *("--api=completions", "--stop-at-last-arrival", "--json", str(report)),
         ]
         subprocess.run(words, check=False, stdout=subprocess.DEVNULL)
@@ -651,6 +652,10 @@ def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument("--coordinator", type=Path, help="llm-d's own program, for the answers")
     parser.add_argument("--sidecar", type=Path, help="llm-d's own, pd-sidecar")
     given = parser.parse_args(words)
+    if given.load is not None and given.load <= _AT_A_TIME:
+        parser.error(
+            f"--load {given.load}: the last would come at once; more than {_AT_A_TIME} are needed"
+        )
     failed = given.only != "picks" and units(given.requests, given.skewed)
     if given.only != "units":
         failed |= picks(given)
