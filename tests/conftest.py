@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -26,10 +26,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert " object at 0x" not in item.name, f"{item.nodeid}: give its cases ids"
 
 
-def pytest_collection_finish() -> None:
-    """Keep the tests themselves, a million objects, out of every later collection."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the tests themselves, a million objects, out of every garbage collection."""
+    gc.disable()  # Nearly nothing is garbage, and each look for some takes longer than the last.
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

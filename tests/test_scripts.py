@@ -289,6 +289,7 @@ def test_orders_protect_whom_they_should() -> None:
     assert levels["long"] < edf["long"] < fcfs["long"]
 
 
+@pytest.mark.extended
 def test_a_hostile_tenant_with_limits_does_not_move_anothers_first_tokens() -> None:
     module = script("reproduce.tenants")
     found = {
@@ -464,6 +465,7 @@ def test_the_tenants_run_judges_shares_and_lost_requests() -> None:
     assert qos.refusal(lost) == "503"
 
 
+@pytest.mark.extended  # `make qos` is the same at full size.
 def test_the_tenants_run_answers_or_refuses_every_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

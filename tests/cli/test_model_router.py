@@ -24,7 +24,9 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("aim", [[], ["--window-mean", "0.98"]])
+@pytest.mark.parametrize(
+    "aim", [[], pytest.param(["--window-mean", "0.98"], marks=pytest.mark.extended)]
+)
 def test_weights_are_trained_and_judged(
     aim: list[str],
     tmp_path: Path,

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from tests.extended import usually
 from tests.support.site import Site, play
 from tests.two_leg_router import TwoLegRouter
 
@@ -88,7 +87,8 @@ def seen_with(policy: str | None) -> Seen:
     return found[0]
 
 
-@pytest.mark.parametrize("policy", usually(["jsq"], ["jsq", None]))
+@pytest.mark.extended
+@pytest.mark.parametrize("policy", ["jsq", None])
 def test_its_idle_is_the_engines_own_and_its_prediction_comes_true(policy: str | None) -> None:
     before, after = seen_with(policy), seen_with("br-h")
     seen = before.observation
