@@ -121,9 +121,8 @@ class Faults(Struct, frozen=True, forbid_unknown_fields=True):
     reset_after_tokens: Count | None = None
     # The stream ends properly, but without a finish reason or `[DONE]`.
     end_after_tokens: Count | None = None
-    stall_after_tokens: Count | None = (
-        None  # No further token is emitted, and the slot stays taken.
-    )
+    # No further token is emitted, and the slot stays taken.
+    stall_after_tokens: Count | None = None
     error_event_after_tokens: Count | None = None  # The engine fails as vLLM does.
     recomputed_after_tokens: Count | None = None  # The choice ends with `stop_reason` "recomputed".
     lose_end: bool = False  # Streams are reset behind their last token: no usage, no `[DONE]`.

@@ -105,10 +105,14 @@ def injection(
     return Injection("fault", act, role, engine, 0.0, end_s, **what)
 
 
-def one_each(role: Role, act: Act, name: str, values: Iterable[Any]) -> list[Injection]:
-    """Return a fault of each engine of a role: the first one's is the first of the values."""
+def one_each(
+    act: Act, name: str, *, at_prefillers: Iterable[Any] = (), at_ranks: Iterable[Any] = ()
+) -> list[Injection]:
+    """Return a fault of each engine: the first one's of a role is the first of the role's values."""
     return [
-        injection(role, act, engine=engine, **{name: value}) for engine, value in enumerate(values)
+        injection(role, act, engine=engine, **{name: value})
+        for role, values in zip(BOTH, (at_prefillers, at_ranks), strict=True)
+        for engine, value in enumerate(values)
     ]
 
 
@@ -151,8 +155,7 @@ def test_an_engine_that_is_not_fit_is_gone_around(
 def test_what_http_allows_harms_nobody(
     at_prefillers: Sequence[Meddling], at_ranks: Sequence[Meddling]
 ) -> None:
-    meddlings = one_each(Role.PREFILL, Act.MEDDLE, "meddling", at_prefillers)
-    meddlings += one_each(Role.DECODE, Act.MEDDLE, "meddling", at_ranks)
+    meddlings = one_each(Act.MEDDLE, "meddling", at_prefillers=at_prefillers, at_ranks=at_ranks)
     assert_nobody_noticed(run_with(*meddlings))
 
 
@@ -178,8 +181,7 @@ BAD_WIRES = [
 def test_bad_wires_slow_and_change_nothing(
     at_prefillers: Sequence[Link], at_ranks: Sequence[Link]
 ) -> None:
-    links = one_each(Role.PREFILL, Act.LINK, "link", at_prefillers)
-    links += one_each(Role.DECODE, Act.LINK, "link", at_ranks)
+    links = one_each(Act.LINK, "link", at_prefillers=at_prefillers, at_ranks=at_ranks)
     assert_nobody_noticed(run_with(*links))
 
 
@@ -194,7 +196,7 @@ def test_bad_wires_slow_and_change_nothing(
 )
 def test_odd_events_that_are_valid_pass(kinds: Sequence[MalformedStream]) -> None:
     changes = [{"malformed": kind} for kind in kinds]
-    assert_nobody_noticed(run_with(*one_each(Role.DECODE, Act.BOARD, "changes", changes)))
+    assert_nobody_noticed(run_with(*one_each(Act.BOARD, "changes", at_ranks=changes)))
 
 
 @roles
