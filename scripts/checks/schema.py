@@ -85,9 +85,11 @@ def main() -> int:
         def compare(case: Any) -> None:
             """Send one request to both and compare the statuses."""
             answers = []
+            # Tamed once, as a tamed body may be tamed further.
+            case = tame(case, model)
             for url in (engine_url, base_url):
-                arguments = tame(case, model).as_transport_kwargs(base_url=url)
                 try:
+                    arguments = case.as_transport_kwargs(base_url=url)
                     answers.append(session.request(**arguments, timeout=_TIMEOUT_S))
                 except (requests.exceptions.InvalidHeader, UnicodeError):
                     return  # It cannot be written.
