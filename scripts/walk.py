@@ -1,4 +1,4 @@
-"""Prints which files one streamed chat request passes through, by package, and one decision.
+"""Prints the files that one streamed chat request passes through, those of a decision, and of a setting.
 
     scripts/walk.py
 
@@ -6,13 +6,16 @@ The request is the second one of a small fleet in virtual time: NIXL, BR-H, 2 pr
 tokens. A profile hook notes every function that runs from the first byte of the request to the last
 byte of its answer, but for what the emulated engines call, and what the proxy does of its own accord
 meanwhile (probes, scrapes). Of what the client shares with the proxy (`wire`) the files count, so the
-figures are upper bounds.
+figures are upper bounds. So are those of the settings: files of the proxy, without the laboratory and the
+command line, that have a setting's name or flag in their code, for whatever purpose.
 """
 
 import random
+import re
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from types import FrameType
 
 from tests.support.chaos.world import World, WorldSettings
@@ -21,7 +24,9 @@ from tests.support.virtual.runner import run
 
 from balanceroute.proxy.core.events import Tick
 from balanceroute.proxy.core.scheduler import Scheduler
+from balanceroute.proxy.core.setting import settings_of
 from balanceroute.proxy.lab.emulate import EmulationSettings
+from balanceroute.proxy.live.settings.declared import HEADINGS
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 
 _PACKAGE = "/.src/balanceroute/"
@@ -82,9 +87,27 @@ def walk_of_a_chat() -> Walk:
     return walk
 
 
+def walks_of_settings() -> Counter[str]:
+    """Return in how many files each setting stands, if its name cannot mean anything else."""
+    root = Path(__file__).parents[1]
+    folders = ("proxy/core", "proxy/wire", "proxy/live", "predictors", "topologies")
+    texts = [file.read_text() for folder in folders for file in (root / folder).rglob("*.py")]
+    parts = (part for parts in HEADINGS.values() for part in parts)
+    names = {one.name for part in parts for one in settings_of(part) if "_" in one.name}
+    patterns = {name: re.compile(rf"\b{name}\b|--{name.replace('_', '-')}\b") for name in names}
+    return Counter({name: sum(map(bool, map(one.search, texts))) for name, one in patterns.items()})
+
+
 if __name__ == "__main__":
     found = walk_of_a_chat()
     for name, calls in (("one chat of 12 tokens", found.whole), ("its decision", found.decision)):
         print(f"{name}: {len(calls)} files, {calls.total()} calls")
         for package, files in Counter(str(Path(file).parent) for file in calls).most_common():
             print(f"  {package:28} {files:3}")
+    counts = walks_of_settings()
+    few = sum(files <= 3 for files in counts.values())
+    print(
+        f"one of {len(counts)} settings: {median(counts.values()):g} files (the median), {few} have 3 at most"
+    )
+    for name, files in counts.most_common(3):
+        print(f"  {name:28} {files:3}")
