@@ -174,17 +174,17 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_500, 37),
     "proxy/wire": (7_550, 24),
-    "proxy/live": (37_950, 124),
+    "proxy/live": (38_000, 124),
     "proxy/lab": (15_400, 55),
     "proxy/cli": (5_500, 25),
     "predictors": (3_750, 13),
     "topologies": (2_100, 8),
     "traces": (1_400, 5),
     "engine_patch": (650, 5),
-    "scripts": (13_750, 42),
+    "scripts": (13_800, 42),
     "tests/support": (12_450, 43),
     # All of it.
-    "tests": (114_150, 411),
+    "tests": (114_250, 411),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -3,11 +3,17 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.long_streams import BODY, COMPLETIONS, body, order, right, rows, streaming
 from tests.support.site import Exchanged, Site, play, served
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.wire.http1.server import Reply
+    from balanceroute.proxy.wire.messages import HttpRequest
+
+EMBEDDINGS = "/v1/embeddings"
 
 
 def test_an_engine_that_fails_is_quarantined_and_comes_back() -> None:
@@ -56,6 +62,32 @@ async def test_a_killed_engine_costs_nobody_an_answer_and_is_back_once_restored(
     site.seen.clear()
     await right(site, await streaming(site, 4))
     assert len({seen.engine for seen in site.seen if seen.values["stream"] is False}) == 2
+
+
+@served(flags={"batch": 64}, batch_limit=64)
+async def test_a_rank_takes_no_answer_along_however_many_it_has(site: Site) -> None:
+    exchanges = [site.send(COMPLETIONS, body(i, max_tokens=600, stream=False)) for i in range(128)]
+    await site.until(lambda: len(site.received("decode/0", COMPLETIONS)) > 60)
+    site.fleet.kill("decode/0")
+    for exchange in exchanges:
+        assert (await exchange.end()).status == 200, exchange.body
+    assert sum(record.retries for record in site.world.ended) > 60
+
+
+@served()
+async def test_a_prefiller_takes_no_answer_along_however_many_it_has(site: Site) -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
+        del request
+        if engine != "prefill/0":
+            reply.send(200, [(b"content-type", b"application/json")], b"{}")
+
+    site.handlers[EMBEDDINGS.encode()] = answer
+    exchanges = [site.send(EMBEDDINGS, {"model": "tiny", "input": "t1"}) for _ in range(128)]
+    await site.until(lambda: len(site.received("prefill/0", EMBEDDINGS)) > 60)
+    site.fleet.kill("prefill/0")
+    for exchange in exchanges:
+        assert (await exchange.end()).status == 200, exchange.body
+    assert sum(record.retries for record in site.world.ended) > 60
 
 
 @served()

@@ -319,6 +319,11 @@ class Instances:
                 one.still = one.on_trial = one.doomed = False
         return True
 
+    def others_serve(self, target: Target) -> bool:
+        """Return whether an instance is down while another one of its role takes requests."""
+        peers = self.prefillers if target.role is Role.PREFILL else self.ranks
+        return not any(one.usable for one in self.of(target)) and any(one.open for one in peers)
+
     def serving(self) -> list[RankId]:
         return [rank.id for rank in self.ranks if rank.status is not Status.REMOVED]
 

@@ -484,7 +484,10 @@ class PassThrough:
         """Send a request that failed to another prefiller; return whether there is one for it."""
         failed = self._running[exchange]
         other = self._free(failed, exchange.among)
-        if other is None or other is failed or not self._retries.spend():
+        if other is None or other is failed:
+            return False
+        # If the engine is down, the other one is not.
+        if failed.usable and not self._retries.spend():
             return False
         self._retried("single_engine", fault.value)
         exchange.record.retries += 1

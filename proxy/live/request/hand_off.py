@@ -155,8 +155,9 @@ class HandOff:
             self._again(fault)
 
     def _again(self, fault: Fault) -> None:
+        assert self.prefiller is not None
         tries_left = self._tries < self._host.context.legs.retry_attempts
-        if tries_left and self._host.may_retry("prefill", fault):
+        if tries_left and self._host.may_retry("prefill", fault, self.prefiller.target):
             self._send()
         else:
             self._give_up(fault)

@@ -487,7 +487,7 @@ class Session:
         waits = self.phase is Phase.BACKOFF or self.held.lost
         if leg is None or begun or waits or not self.recovery.may_try_again(leg):
             return
-        if self.host.may_retry(leg.value, Fault.CONNECT):
+        if self.host.may_retry(leg.value, Fault.CONNECT, target):
             self.instance_removed(target)
 
     def leave_rank(self, target: Target) -> None:
@@ -613,7 +613,8 @@ class Session:
             self._go_on(retry)
         else:
             pulled_from = None if attempt.pair is None else attempt.pair[0].id
-            if not self.host.may_retry(attempt.leg.value, failure.fault, pulled_from=pulled_from):
+            leg, target = attempt.leg.value, attempt.engine.target
+            if not self.host.may_retry(leg, failure.fault, target, pulled_from=pulled_from):
                 self._give_up(attempt, failure)
                 return
             self.record.retries += 1

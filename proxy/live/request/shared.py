@@ -332,12 +332,16 @@ class Host(Protocol):
     def report(self, report: "Report") -> None:
         """Take note of something."""
 
-    def may_retry(self, leg: str, fault: Fault, *, pulled_from: PrefillerId | None = None) -> bool:
+    def may_retry(
+        self, leg: str, fault: Fault, target: Target, *, pulled_from: PrefillerId | None = None
+    ) -> bool:
         """Return whether the retry budget allows one more attempt, and count it.
 
         Args:
             leg: What failed.
             fault: How.
+            target: Where. What an engine leaves behind takes nothing from the budget, if the engine
+                is down and another one of its role takes requests.
             pulled_from: Whose KV cache a rank was to pull: while that prefiller is on trial, the
                 attempt takes nothing from the budget.
         """

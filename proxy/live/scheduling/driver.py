@@ -76,8 +76,8 @@ if TYPE_CHECKING:
 #
 # An engine that refuses connections or is silent is quarantined. What it was sent, and has not
 # begun to answer, would wait there for its own time limit, of minutes: it goes elsewhere at once,
-# as far as attempts and the retry budget allow, so that a common fault of all engines makes no
-# storm. KV caches on it are lost, and so are those of an engine that restarted under the same
+# as far as attempts allow, and where no other engine serves the retry budget, so that a common fault
+# of all engines makes no storm. KV caches on it are lost, and so are those of an engine that restarted under the same
 # address: what waits in the pool with one is prefilled again, at the pace at which prefillers
 # take prompts.
 
@@ -162,7 +162,9 @@ class LostEngines:
 #
 # A fifth of the requests may be tried again, as Envoy's and Linkerd's budgets have it, and ten
 # more (as many as Linkerd allows a second) so that the first failures after a quiet time are
-# retried: it takes a few to tell who is at fault.
+# retried: it takes a few to tell who is at fault. Once one engine is known to be down and another
+# serves, what was on it is retried whatever the budget: hundreds of requests may end with one
+# engine, each of them has few attempts, and slots bound what any engine gets.
 
 
 class RetryBudget:
@@ -243,11 +245,13 @@ class Feedback:
     def take(self, report: Report) -> None:
         self._takers[type(report)](report)
 
-    def may_retry(self, leg: str, fault: Fault, pulled_from: PrefillerId | None) -> bool:
+    def may_retry(
+        self, leg: str, fault: Fault, target: Target, pulled_from: PrefillerId | None
+    ) -> bool:
         """Take one retry from the budget, if there is one; see `Host.may_retry`."""
         # A trial is the proxy's own doing, and what follows a verdict goes to those who are able.
-        free = pulled_from is not None and self._instances.prefillers[pulled_from].kv_trial
-        if not (free or self.retries.spend()):
+        trial = pulled_from is not None and self._instances.prefillers[pulled_from].kv_trial
+        if not (trial or self._instances.others_serve(target) or self.retries.spend()):
             return False
         self._metrics.legs.retry(leg, fault.value)
         return True
@@ -718,8 +722,10 @@ class Driver:
             self.report(report)
         self.decisions.feed(event)
 
-    def may_retry(self, leg: str, fault: Fault, *, pulled_from: PrefillerId | None = None) -> bool:
-        return self._feedback.may_retry(leg, fault, pulled_from)
+    def may_retry(
+        self, leg: str, fault: Fault, target: Target, *, pulled_from: PrefillerId | None = None
+    ) -> bool:
+        return self._feedback.may_retry(leg, fault, target, pulled_from)
 
     def choose_prefiller(
         self, number: RequestId, other_than: PrefillerId | None

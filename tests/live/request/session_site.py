@@ -350,8 +350,10 @@ class Site:
     def group_of(self, engine: Prefiller | Rank) -> Target:
         return engine.target
 
-    def may_retry(self, leg: str, fault: Fault, *, pulled_from: PrefillerId | None = None) -> bool:
-        assert is_data((leg, fault, pulled_from))
+    def may_retry(
+        self, leg: str, fault: Fault, target: Target, *, pulled_from: PrefillerId | None = None
+    ) -> bool:
+        assert is_data((leg, fault, target, pulled_from))
         self.budget -= 1
         return self.budget >= 0
 

@@ -126,13 +126,44 @@ def test_who_answers_after_a_pull_has_pulled() -> None:
 def test_only_retries_after_a_pull_from_a_prefiller_on_trial_are_free() -> None:
     site = Site()
     feedback = site.feedback
-    while feedback.may_retry("decode", Fault.RESET, P):
+    while feedback.may_retry("decode", Fault.RESET, TARGET, P):
         pass
-    assert not feedback.may_retry("decode", Fault.RESET, None)
+    assert not feedback.may_retry("decode", Fault.RESET, TARGET, None)
     site.instances.prefillers[P].kv_trial = True
-    assert feedback.may_retry("decode", Fault.RESET, P)
-    assert not feedback.may_retry("decode", Fault.RESET, PrefillerId(0))
-    assert not feedback.may_retry("decode", Fault.RESET, None)
+    assert feedback.may_retry("decode", Fault.RESET, TARGET, P)
+    assert not feedback.may_retry("decode", Fault.RESET, TARGET, PrefillerId(0))
+    assert not feedback.may_retry("decode", Fault.RESET, TARGET, None)
+
+
+@pytest.mark.parametrize("status", [Status.QUARANTINED, Status.REMOVED, Status.DRAINING])
+def test_what_an_engine_leaves_is_free_while_another_one_of_its_role_serves(
+    status: Status,
+) -> None:
+    site = Site()
+    feedback, (first, second) = site.feedback, site.instances.prefillers
+    while feedback.may_retry("prefill", Fault.RESET, first.target, None):
+        pass
+    first.status = status
+    assert feedback.may_retry("prefill", Fault.RESET, first.target, None)
+    assert not feedback.may_retry("prefill", Fault.RESET, second.target, None)
+    # Of another role nobody helps, and nobody helps where all are down.
+    site.instances.ranks[R].status = status
+    assert not feedback.may_retry("decode", Fault.RESET, TARGET, None)
+    second.status = Status.QUARANTINED
+    assert not feedback.may_retry("prefill", Fault.RESET, first.target, None)
+
+
+def test_what_a_rank_leaves_that_ends_with_its_group_is_free() -> None:
+    site = Site()
+    other = Rank(RankId(1), "d1", Target(Role.DECODE, "http://d1"), MagicMock())
+    site.instances.ranks.append(other)
+    while site.feedback.may_retry("decode", Fault.RESET, TARGET, None):
+        pass
+    rank = site.instances.ranks[R]
+    rank.still = rank.doomed = True
+    assert site.feedback.may_retry("decode", Fault.RESET, TARGET, None)
+    other.still = other.doomed = True
+    assert not site.feedback.may_retry("decode", Fault.RESET, TARGET, None)
 
 
 def test_a_remote_prefill_goes_to_the_prefiller_with_the_fewest_of_them_until_it_ends() -> None:

@@ -29,6 +29,7 @@ _CALL_BACK = "/v1/metaserver/"
 # What the proxy's retry budget promises.
 _RETRY_SHARE = 0.2
 _RETRY_RESERVE = 10
+_QUARANTINE_LINE = re.compile(r'balanceroute_quarantines_total\{role="([a-z]+)".*\} (\S+)')
 _OUTCOME_LINE = re.compile(r'balanceroute_requests_total\{.*outcome="([a-z_]+)".*\} (\S+)')
 _RETRY_LINE = re.compile(r'balanceroute_retries_total\{leg="([a-z_]+)".*\} (\S+)')
 _PULL_FAILURE_LINE = re.compile(
@@ -215,8 +216,10 @@ def audit_retries(plan: ChaosPlan, world: World) -> list[str]:
     # What nobody has failed in is no retry here: an engine was left by order, or had closed a connection.
     page = world.plane.metrics.render()
     retries = _counted(page, _RETRY_LINE).total()
-    # Free of the budget is one only where a KV cache could not be pulled. Each group has a budget.
+    # Free of the budget is one only where a KV cache could not be pulled, and what an engine leaves that is
+    # down: as many as a rank has slots, or so. Each group has a budget.
     free = _counted(page, _PULL_FAILURE_LINE).total()
+    free += _counted(page, _QUARANTINE_LINE).total() * int(str(plan.world.flags["batch"]))
     reserve = _RETRY_RESERVE * world.deployments_made
     attempts = sum(1 + len(record.fall_backs) for record in world.ended)
     allowed = reserve + _RETRY_SHARE * attempts + free
