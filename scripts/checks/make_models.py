@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch  # type: ignore[import-not-found]
+from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
 from tokenizers import (  # type: ignore[import-not-found]
     AddedToken,
     Tokenizer,
@@ -123,6 +124,13 @@ def save_vision(folder: Path, common: dict[str, Any]) -> None:
         image_seq_length=16,
     )
     save(folder, config, LlavaForConditionalGeneration, tokenizer)
+    # As published models name them, and vLLM asks for them; transformers 5 leaves `vision_model` out.
+    weights = folder / "model.safetensors"
+    named = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in load_file(weights).items()
+    }
+    save_file(named, weights, metadata={"format": "pt"})
     LlavaProcessor(
         image_processor=CLIPImageProcessorPil(
             size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}

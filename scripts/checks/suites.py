@@ -48,6 +48,8 @@ MODEL = "tiny"
 TOKENISER = MODELS / "tiny-dense"
 SMG = "https://github.com/lightseekorg/smg"
 SMG_COMMIT = "73da68ca9472bbc0ff5f63d31a8a21fbb8696359"
+# Beside the CPU build, which asks for a torchvision of its own that the index lacks; this one is of torch 2.13.
+_TORCHVISION, _SEES = HOME / "torchvision", ("torchvision==0.28.0",)
 _PYTEST = ("pytest", "pytest-asyncio", "pytest-timeout", "iniconfig", "pluggy", "tblib")
 # The names by which the suites call the one model, of Hugging Face's hub and others.
 NAMES = [
@@ -161,9 +163,10 @@ def prepare_suites() -> None:
     if not (HOME / "smg").exists():
         _told("git", "clone", "-q", SMG, HOME / "smg")
     _told("git", "-C", HOME / "smg", "checkout", "-q", SMG_COMMIT)
-    if not (HOME / "pytest").exists():
-        target = ("--no-deps", "--target", HOME / "pytest", "--python", VENV / "bin" / "python")
-        _told(VENV / "bin" / "uv", "pip", "install", "-q", *target, *_PYTEST)
+    for home, packages in ((HOME / "pytest", _PYTEST), (_TORCHVISION, _SEES)):
+        if not home.exists():
+            target = ("--no-deps", "--target", home, "--python", VENV / "bin" / "python")
+            _told(VENV / "bin" / "uv", "pip", "install", "-q", *target, *packages)
     # A cache of Hugging Face's hub in which each name is our model: the suites look up tokenisers there.
     for name in NAMES:
         home = HOME / "hub" / f"models--{name.replace('/', '--')}"
@@ -426,6 +429,7 @@ class Kind:
     model: str  # A folder in `MODELS`.
     flags: Sequence[str]  # Further ones of `vllm serve`.
     suites: Mapping[str, Suite]
+    variables: Mapping[str, str] = field(default_factory=dict)  # The engines'.
 
 
 def kinds(most: int) -> tuple[Kind, ...]:
@@ -445,7 +449,12 @@ def kinds(most: int) -> tuple[Kind, ...]:
     }
     return (
         Kind("tiny-dense", _FLAGS, chats),
-        Kind("tiny-vision", ('--limit-mm-per-prompt={"image":2}',), {"images": _images}),
+        Kind(
+            "tiny-vision",
+            ('--limit-mm-per-prompt={"image":2}',),
+            {"images": _images},
+            {"PYTHONPATH": str(_TORCHVISION)},
+        ),
         Kind(
             "tiny-dense",
             ("--runner=pooling", "--max-model-len=512"),
@@ -476,7 +485,10 @@ def orders(kind: Kind) -> list[Order]:
     """Return how to start an engine that nobody disaggregates, a prefiller and a decoder."""
     roles = {"alone": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
     flags = (*kind.flags, "--served-model-name", MODEL, *NAMES)
-    return [nixl_order(name, kind.model, role, flags) for name, role in roles.items()]
+    return [
+        nixl_order(name, kind.model, role, flags, variables=kind.variables)
+        for name, role in roles.items()
+    ]
 
 
 @contextmanager
