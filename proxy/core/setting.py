@@ -64,15 +64,17 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+_DECLARED: dict[type, tuple[Setting, ...]] = {}
+
+
 def settings_of(section: type) -> tuple[Setting, ...]:
-    declared = [
-        (one.name, cast("Setting", one.metadata[_KEY]))
-        for one in fields(section)
-        if _KEY in one.metadata
-    ]
-    return tuple(
-        replace(one, name=one.name or attribute, attribute=attribute) for attribute, one in declared
-    )
+    if section not in _DECLARED:  # A proxy asks some sixty times as it starts.
+        _DECLARED[section] = tuple(
+            replace(setting, name=setting.name or one.name, attribute=one.name)
+            for one in fields(section)
+            if (setting := cast("Setting | None", one.metadata.get(_KEY))) is not None
+        )
+    return _DECLARED[section]
 
 
 def check_ranges(section: object) -> None:

@@ -2,8 +2,9 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 
 from balanceroute.proxy.lab.emulate.faults import MalformedScrape
@@ -78,8 +79,8 @@ def render_metrics(
         lines.append(f"# HELP vllm:{name} {words}\n# TYPE vllm:{name} {kind}")
         lines.extend(f"vllm:{name}{{{labels}}} {_number(value)}" for labels, value in samples)
 
-    def each(labels: Mapping[str, str] | None = None) -> list[tuple[str, EmulatedRankState]]:
-        return [(_labels(model, state.rank, labels), state) for state in states]
+    def each(**labels: str) -> list[tuple[str, EmulatedRankState]]:
+        return [(_labels(model, state.rank, **labels), state) for state in states]
 
     for name, words, value in _GAUGES:
         family(name, "gauge", words, ((text, value(state)) for text, state in each()))
@@ -90,14 +91,14 @@ def render_metrics(
         (
             (text, float(state.arriving if reason == "deferred" else state.waiting))
             for reason in ("capacity", "deferred")
-            for text, state in each({"reason": reason})
+            for text, state in each(reason=reason)
         ),
     )
     family(
         "engine_sleep_state",
         "gauge",
         "Engine sleep state; awake = 0 means engine is sleeping.",
-        ((text, float(awake)) for text, _ in each({"sleep_state": "awake"})),
+        ((text, float(awake)) for text, _ in each(sleep_state="awake")),
     )
     for name, words, value in _COUNTERS:
         family(name, "counter", words, ((text, value(state)) for text, state in each()))
@@ -108,7 +109,7 @@ def render_metrics(
         (
             (text, float(state.counters.finished[reason]))
             for reason in _REASONS
-            for text, state in each({"finished_reason": reason})
+            for text, state in each(finished_reason=reason)
         ),
     )
     prompts = [(state.rank, state.counters.prompts) for state in states]
@@ -119,7 +120,7 @@ def render_metrics(
         pulls = [(state.rank, state.counters.pulls) for state in states]
         lines += _histogram("nixl_num_descriptors", pulls, model)
     words, config = "Information of the LLMEngine CacheConfig", _config(block_tokens, kv_tokens)
-    family("cache_config_info", "gauge", words, ((text, 1.0) for text, _ in each(config)))
+    family("cache_config_info", "gauge", words, ((text, 1.0) for text, _ in each(**config)))
     return ("\n".join(lines) + "\n").encode()
 
 
@@ -137,9 +138,9 @@ def _histogram(name: str, ranks: Sequence[tuple[int, LengthCounts]], model: str)
     for rank, lengths in ranks:
         bounds = [*(f"{bound}.0" for bound in _LENGTH_BOUNDS), "+Inf"]
         for bound, count in zip(bounds, accumulate(lengths.counts), strict=True):
-            labels = _labels(model, rank, {"le": bound})
+            labels = _labels(model, rank, le=bound)
             lines.append(f"vllm:{name}_bucket{{{labels}}} {_number(float(count))}")
-        labels = _labels(model, rank, None)
+        labels = _labels(model, rank)
         lines.append(f"vllm:{name}_count{{{labels}}} {_number(float(sum(lengths.counts)))}")
         lines.append(f"vllm:{name}_sum{{{labels}}} {_number(float(lengths.total))}")
     return lines
@@ -224,8 +225,9 @@ _COUNTERS = (
 )
 
 
-def _labels(model: str, rank: int, more: Mapping[str, str] | None) -> str:
-    labels = {"engine": str(rank), "model_name": model} | dict(more or {})
+@lru_cache(maxsize=10_000)  # Each page has the same ones, 60 for a rank.
+def _labels(model: str, rank: int, **more: str) -> str:
+    labels = {"engine": str(rank), "model_name": model} | more
     return ",".join(f'{name}="{labels[name]}"' for name in sorted(labels))
 
 
