@@ -136,13 +136,19 @@ def _config(block_tokens: int, kv_tokens: int | None) -> dict[str, str]:
 def _histogram(name: str, ranks: Sequence[tuple[int, LengthCounts]], model: str) -> list[str]:
     lines = [f"# HELP vllm:{name} {_WORDS[name]}\n# TYPE vllm:{name} histogram"]
     for rank, lengths in ranks:
-        bounds = [*(f"{bound}.0" for bound in _LENGTH_BOUNDS), "+Inf"]
-        for bound, count in zip(bounds, accumulate(lengths.counts), strict=True):
-            labels = _labels(model, rank, le=bound)
-            lines.append(f"vllm:{name}_bucket{{{labels}}} {_number(float(count))}")
-        labels = _labels(model, rank)
-        lines.append(f"vllm:{name}_count{{{labels}}} {_number(float(sum(lengths.counts)))}")
-        lines.append(f"vllm:{name}_sum{{{labels}}} {_number(float(lengths.total))}")
+        lines += _samples(name, model, rank, tuple(lengths.counts), lengths.total)
+    return lines
+
+
+@lru_cache(maxsize=1_000)  # Most are as they were when the page was read last.
+def _samples(name: str, model: str, rank: int, counts: tuple[int, ...], total: int) -> list[str]:
+    bounds = [*(f"{bound}.0" for bound in _LENGTH_BOUNDS), "+Inf"]
+    lines = [
+        f"vllm:{name}_bucket{{{_labels(model, rank, le=bound)}}} {_number(float(count))}"
+        for bound, count in zip(bounds, accumulate(counts), strict=True)
+    ]
+    for word, value in (("count", sum(counts)), ("sum", total)):
+        lines.append(f"vllm:{name}_{word}{{{_labels(model, rank)}}} {_number(float(value))}")
     return lines
 
 

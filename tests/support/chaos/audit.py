@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -370,8 +370,13 @@ async def take_census(world: "World") -> Census:
     timers: list[Counter[str]] = []
     for _ in range(_SAMPLES):
         await asyncio.sleep(_GAP_S)
-        tasks.append(Counter(map(_of_task, world.loop.pending_tasks())))
-        timers.append(Counter(map(_of_timer, world.loop.timers)))
+        pending = world.loop.pending_tasks()
+        tasks.append(Counter(map(_of_task, pending)))
+        futures = (getattr(task, "_fut_waiter", None) for task in pending)
+        waiting = {
+            id(one): task for one, task in zip(futures, pending, strict=True) if one is not None
+        }
+        timers.append(Counter(_of_timer(one, waiting) for one in world.loop.timers))
     return Census(min(tasks, key=Counter.total), min(timers, key=Counter.total))
 
 
@@ -392,20 +397,20 @@ def _of_task(task: "asyncio.Task[object]") -> str:
     return getattr(task.get_coro(), "__qualname__", "?")
 
 
-def _of_timer(handle: asyncio.TimerHandle) -> str:
-    """Return what a timer calls; of one that wakes a task, the task's coroutine."""
+def _of_timer(handle: asyncio.TimerHandle, waiting: Mapping[int, asyncio.Task[object]]) -> str:
+    """Return what a timer calls; of one that wakes a task, the task's coroutine.
+
+    Args:
+        handle: The timer.
+        waiting: The tasks that wait, by the address of their futures.
+    """
     callback: object = getattr(handle, "_callback", None)
-    waits = [task for task in asyncio.all_tasks() if _is_woken_by(task, handle)]
-    if waits:
-        return _of_task(waits[0])
+    # A sleep sets its future's result; a time-out belongs to its task.
+    woken = (waiting.get(id(one)) for one in getattr(handle, "_args", None) or ())
+    owner = getattr(getattr(callback, "__self__", None), "_task", None)
+    task = next(filter(None, woken), owner)
+    if isinstance(task, asyncio.Task):
+        return _of_task(task)
     while isinstance(callback, partial):
         callback = callback.func
     return str(getattr(callback, "__qualname__", callback))
-
-
-def _is_woken_by(task: "asyncio.Task[object]", handle: asyncio.TimerHandle) -> bool:
-    # A sleep sets its future's result; a time-out belongs to its task.
-    woken = getattr(task, "_fut_waiter", None)
-    owner = getattr(getattr(handle, "_callback", None), "__self__", None)
-    woken_by = getattr(handle, "_args", None) or ()
-    return any(one is woken for one in woken_by) or getattr(owner, "_task", None) is task
