@@ -8,7 +8,9 @@ from tests.support.chaos.deaths import freeze_ranks, kill_decoders
 from balanceroute.proxy.live.request.shared import MOST_DEATHS
 
 
-@pytest.mark.parametrize(("seed", "twice"), [(1, 0), (20, 1)])
+@pytest.mark.parametrize(
+    ("seed", "twice"), [pytest.param(1, 0, marks=pytest.mark.extended), (20, 1)]
+)
 def test_every_stream_goes_on_once_and_is_exact(seed: int, twice: int) -> None:
     found = kill_decoders(seed, requests=200)
     assert found.hit > 5

@@ -25,20 +25,26 @@ from balanceroute.proxy.wire.messages import Headers
 from balanceroute.topologies import CONNECTORS
 
 MIX = RequestMix("emulated")
+# The first of 200, and in `make test-all` the others too.
+counts = pytest.mark.parametrize("count", usually({100}, [100, 200]))
 
 
+@counts
 @pytest.mark.parametrize(("seed", "connector"), list(enumerate(CONNECTORS)))
-def test_200_answers_of_every_shape_are_those_of_one_engine(seed: int, connector: str) -> None:
-    found = compare(seed, requests=200, connector=connector)
+def test_answers_of_every_shape_are_those_of_one_engine(
+    seed: int, connector: str, count: int
+) -> None:
+    found = compare(seed, requests=count, connector=connector)
     assert not found.differences
-    assert found.statuses[200] > 175
+    assert found.statuses[200] > 0.87 * count
     # The others share a stream among choices.
-    assert found.identical > 175
+    assert found.identical > 0.87 * count
 
 
+@counts
 @pytest.mark.parametrize("seed", usually(range(2), range(4)))
-def test_ids_that_are_asked_for_change_nothing_in_an_answer(seed: int) -> None:
-    assert not compare(seed, requests=200, resume=Resume.VALID).differences
+def test_ids_that_are_asked_for_change_nothing_in_an_answer(seed: int, count: int) -> None:
+    assert not compare(seed, requests=count, resume=Resume.VALID).differences
 
 
 @pytest.mark.parametrize(
@@ -53,7 +59,8 @@ def test_a_first_token_from_the_prefiller_changes_nothing_in_an_answer(
 ) -> None:
     early = FirstTokenFrom.PREFILL
     # Many enough for the probation of prefillers that do not tell what they leave to the ranks.
-    found = compare(seed, requests=400, connector=connector, resume=resume, first_token=early)
+    count = 400 if connector == "mooncake-ascend" else 200
+    found = compare(seed, requests=count, connector=connector, resume=resume, first_token=early)
     assert not found.differences
     # With the prefill behind the decode leg there is none before it.
     assert found.early > 10 or connector == "mooncake-layerwise"
