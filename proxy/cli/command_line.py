@@ -223,7 +223,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     words = sys.argv[1:] if arguments is None else arguments
     # Only what the command needs is imported: the proxy starts without the emulator.
-    wanted = words[:1] if words and words[0] in COMMANDS else COMMANDS
+    first = words[0] if words else ""
+    wanted = [first] if first in COMMANDS else [] if first == "--version" else COMMANDS
     chosen = make_parser(wanted).parse_args(words, argparse.Namespace(words=tuple(words)))
     try:
         status: int = chosen.run(chosen)
