@@ -16,7 +16,10 @@ from balanceroute.proxy.live.leader.kubernetes_lease import KubernetesLease
 from balanceroute.proxy.live.leader.leadership import Leadership
 from balanceroute.proxy.live.settings.declared import DiscoverySettings
 
-pytestmark = pytest.mark.skipif(not IS_THERE, reason="no API server in build/kube/bin")
+pytestmark = [
+    pytest.mark.skipif(not IS_THERE, reason="no API server in build/kube/bin"),
+    pytest.mark.extended,
+]
 DEPLOY = Path(__file__).parents[2] / "topologies" / "deploy"
 LEVELS = ("baseline", "restricted")
 
@@ -114,7 +117,6 @@ class Candidate:
         self.leadership.close()
 
 
-@pytest.mark.extended  # Its waits are real ones, of 20 s.
 def test_one_leads_by_a_real_lease_whatever_becomes_of_it(
     server: ApiServerProcess, base: str
 ) -> None:
