@@ -246,7 +246,7 @@ def test_prompts_that_differ_are_no_skill() -> None:
 def long_outputs() -> Workload:
     rng = random.Random("long outputs")
     requests = [
-        TraceRequest(number, 20, 1 + round(rng.expovariate(1 / 200))) for number in range(1_500)
+        TraceRequest(number, 20, 1 + round(rng.expovariate(1 / 200))) for number in range(1_000)
     ]
     return Workload(requests, requests[:300], backlog=32)
 

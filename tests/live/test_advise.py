@@ -115,7 +115,7 @@ def looked(prefillers: int, ranks: int) -> tuple[Observation, Observation]:
     seen: list[Observation] = []
 
     async def scenario(site: Site) -> None:
-        clients = asyncio.create_task(replay(site, load(240, 20.0)))
+        clients = asyncio.create_task(replay(site, load(160, 20.0)))
         await asyncio.sleep(2.0)
         assert site.world.plane.admin is not None
         url = f"http://127.0.0.1:{site.world.plane.admin.port}"
@@ -124,7 +124,7 @@ def looked(prefillers: int, ranks: int) -> tuple[Observation, Observation]:
             proxy = ProxyPages(url, pages)
             looks = await asyncio.gather(
                 *(
-                    one.watch(seconds=8.0, interval_s=0.2, progress=lambda _: None)
+                    one.watch(seconds=5.0, interval_s=0.2, progress=lambda _: None)
                     for one in (engines, proxy)
                 )
             )

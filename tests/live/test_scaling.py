@@ -36,7 +36,7 @@ async def arrivals(site: Site, seconds: int, per_s: int = 2, **values: object) -
 def test_full_ranks_are_told_and_more_are_wanted() -> None:
     async def scenario(site: Site) -> None:
         # Each takes 1.8 s of a slot, of which there are four.
-        await arrivals(site, 120, per_s=3)
+        await arrivals(site, 60, per_s=3)
         found = await told(site)
         bound = {labels[0]: value for (name, *labels), value in found.items() if name == "bound_by"}
         assert bound.keys() == {"prefill", "decode_slots", "kv_memory", "barrier", "none"}
@@ -58,7 +58,7 @@ def test_busy_prefillers_are_told() -> None:
     async def scenario(site: Site) -> None:
         # Each takes 0.9 s of a prefiller, of which there are two, and one step of a rank.
         prompt = [7] * 1_760
-        for number in range(300):
+        for number in range(180):
             stream(site, number, prompt=[number, *prompt], max_tokens=1)
             await asyncio.sleep(1 / 3)
         found = await told(site)

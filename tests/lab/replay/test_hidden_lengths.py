@@ -154,7 +154,7 @@ def test_the_log_tells_a_predictor_nothing_of_the_lengths(
     tmp_path: Path, taps: dict[int, dict[object, bytearray]]
 ) -> None:
     """With the limits of such a log alone, `none` was right every time."""
-    requests = planned(1, ReplayApi.COMPLETIONS, count=200)
+    requests = planned(1, ReplayApi.COMPLETIONS, count=120)
     hidden = replayed(requests, taps).log
     revealed = replayed(requests, taps, lengths=ReplayLengths.MAX_TOKENS).log
     assert auc_of_no_prediction(hidden, tmp_path) == pytest.approx(0.5, abs=0.02)
@@ -206,7 +206,7 @@ async def test_a_fleet_that_takes_no_lengths_ends_the_replay_before_it_begins(
 
 
 def test_limits_follow_from_the_seed_and_the_number_alone() -> None:
-    requests = [PlannedRequest(i, 0, 5, 5) for i in range(20_000)]
+    requests = [PlannedRequest(i, 0, 5, 5) for i in range(8_000)]
     drawn = with_limits(requests, seed=0, api=ReplayApi.CHAT)
     longer = [replace(one, output_tokens=900, prompt_tokens=7, arrival_ns=1) for one in requests]
     assert [one.max_tokens for one in with_limits(longer, seed=0, api=ReplayApi.CHAT)] == [

@@ -126,7 +126,7 @@ def played(
 
 
 def test_prefix_aware_hits_as_often_as_one_prefiller_would_and_waits_less() -> None:
-    requests = conversations(300, 5)
+    requests = conversations(200, 5)
     alone = played("random", requests, prefillers=1).prefix_hit_fraction
     ours, blind, sticky = (
         played(choice, requests) for choice in ("prefix-aware", "fewest-tokens", "sticky")
@@ -305,7 +305,7 @@ def locally_played(short: float, limit: int | None, *, always: bool = False) -> 
     )
     forecast = lambda *_: NoPrediction()  # noqa: E731
     simulation = make_simulation(
-        deployment, mixed(short, 1.0, 1_500), "br-0", PolicySettings(), forecast, seed="0"
+        deployment, mixed(short, 1.0, 1_000), "br-0", PolicySettings(), forecast, seed="0"
     )
     metrics = simulation.run().metrics()
     simulation.scheduler.check()

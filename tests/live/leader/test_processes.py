@@ -71,6 +71,7 @@ def test_an_update_keeps_the_lead(tmp_path: Path) -> None:
             while not over.is_set():
                 answer = await client.post(COMPLETIONS, STREAM | {"max_tokens": 5})
                 assert answer.done, (answer.status, answer.body, answer.error)
+                await asyncio.sleep(0.02)
             client.close()
 
         stream = first.client.send(b"POST", COMPLETIONS, STREAM | {"max_tokens": 600})
