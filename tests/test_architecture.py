@@ -178,7 +178,7 @@ print(*(name for name in sys.modules if name.split(".")[0] == "{PACKAGE}"))
         "proxy.lab",
         "proxy.live.openai.continuation",
         "proxy.live.openai.prompt_keys",
-        "proxy.live.openai.told",
+        "proxy.live.openai.delivered",
         "proxy.live.openai.token_ids",
         "proxy.live.openai.transcript",
         "proxy.live.request.continued",

@@ -13,7 +13,7 @@ from balanceroute.proxy.live.openai.continuation_stream import ContinuationStrea
 from balanceroute.proxy.live.openai.stream_reader import RepeatedText
 from balanceroute.proxy.live.openai.token_counts import UsageRewrite
 from balanceroute.proxy.live.openai.token_ids import Care, TokenIds, care_of
-from balanceroute.proxy.live.openai.transcript import Logprobs, UntoldError
+from balanceroute.proxy.live.openai.transcript import Logprobs, LogprobsError
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 EXACT: dict[str, Any] = {"resume": "exact", "quarantine_failures": 1_000}
@@ -263,5 +263,5 @@ def test_a_chats_list_needs_all_candidates() -> None:
     (entry,) = Logprobs(0, 2).as_chat(told)["content"]
     assert entry["bytes"] == [97]
     assert [one["token"] for one in entry["top_logprobs"]] == ["a", "b"]
-    with pytest.raises(UntoldError):
+    with pytest.raises(LogprobsError):
         Logprobs(0, 3).as_chat(told)

@@ -199,14 +199,14 @@ class Receiver:
             "tail": b"" if reader.over else bytes(client.leg._scanner.tail),
         }
         if isinstance(reader, NamedEventStream):
-            return state | {"said": reader.told}
+            return state | {"said": reader.past_opening}
         state |= {"finished": reader.finished, "begun": reader._has_begun}
         if reader._counts is not None:
-            state["told"] = reader._counts.told
+            state["told"] = reader._counts.reported
         if reader._ids is not None:
             ids = reader._ids
             state |= {
-                "ids": (ids.prompt, ids.kept, ids.told, ids.behind, ids.lost, ids.usable, ids.begun)
+                "ids": (ids.prompt, ids.kept, ids.seen, ids.behind, ids.lost, ids.usable, ids.begun)
             }
         return state
 

@@ -26,8 +26,8 @@ from balanceroute.proxy.live.openai.errors import (
     error_body,
     error_event,
     error_words,
+    names_death,
     says_dead,
-    tells_death,
 )
 from balanceroute.proxy.live.openai.form_body import boundary_of
 from balanceroute.proxy.live.request.failures import lacks_route
@@ -190,7 +190,7 @@ class SingleExchange:
             text = "the answer is too long"
             self.on_error(WireError(WireFault.TOO_LARGE, text, sent=True, answered=True))
         elif self._reply.started:
-            if self._streams and b'"error"' in data and tells_death(data.decode("latin-1")):
+            if self._streams and b'"error"' in data and names_death(data.decode("latin-1")):
                 self._died(said=True)
             self._reply.write(data)
         else:

@@ -171,7 +171,7 @@ class RequestBody:
         begin, _, end = self._places.get(key, (0, 0, 0))
         return self.digest(begin, end) if end - begin > SMALL_BYTES else self.member(key)
 
-    def told_apart_by(self, without: AbstractSet[str]) -> bytes:
+    def texts_without(self, without: AbstractSet[str]) -> bytes:
         """Return the other members by name: their texts as they stand, or the hashes of large ones."""
         places, data = self._places, self._data
         parts: list[bytes] = []

@@ -203,7 +203,7 @@ class CompletionStream(StreamReader):
         if self._counts is None:
             super().take_passed(passed)
         else:
-            self._counts.take_passed(passed.tokens, untold=passed.untold > 0)
+            self._counts.take_passed(passed.tokens, uncounted=passed.untold > 0)
         if self._transcript is not None:
             self._transcript.take_passed(passed.texts, passed.last)
         if self._ids is not None:
@@ -297,8 +297,8 @@ class CompletionStream(StreamReader):
 
         An engine that writes no member that is null tells the reason for the end, or the prompt, alone.
         """
-        tells = choice.get("delta") or choice.get("text") or choice.get("token_ids")
-        return int(bool(tells or "logprobs" in choice))
+        has_tokens = choice.get("delta") or choice.get("text") or choice.get("token_ids")
+        return int(bool(has_tokens or "logprobs" in choice))
 
     @property
     def _may_be_mended(self) -> bool:

@@ -335,7 +335,7 @@ def may_begin_again(
     """
     try:
         sampling: Any = sampling_of(values)
-        calls = shape.api is Api.RESPONSES and not _calls_nobody(values)
+        calls = shape.api is Api.RESPONSES and not _calls_no_tool(values)
         if calls or not isinstance(sampling, Mapping):
             return None
         has_seed = shape.api in _SEEDED and (sampled or not draws_otherwise(sampling))
@@ -349,7 +349,7 @@ def draws_otherwise(sampling: Mapping[str, Any]) -> bool:
     return not is_greedy(sampling) and integer(sampling.get("seed")) in _NO_SEEDS
 
 
-def _calls_nobody(values: Mapping[str, Any]) -> bool:
+def _calls_no_tool(values: Mapping[str, Any]) -> bool:
     """Return whether the engine calls no tool itself."""
     tools = values.get("tools") or ()
     return isinstance(tools, list | tuple) and all(

@@ -12,7 +12,8 @@ from typing import Any
 
 from balanceroute.proxy.live.openai.answer import ABORT, dump_compact
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream, TokenStream
-from balanceroute.proxy.live.openai.errors import EXPERTS, OTHERWISE, UNTOLD
+from balanceroute.proxy.live.openai.delivered import Delivered, DiffersError
+from balanceroute.proxy.live.openai.errors import EXPERTS, LOGPROBS, OTHERWISE
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.stream_reader import (
     RepeatedText,
@@ -21,8 +22,7 @@ from balanceroute.proxy.live.openai.stream_reader import (
     parsed,
     text_of,
 )
-from balanceroute.proxy.live.openai.told import DiffersError, Told
-from balanceroute.proxy.live.openai.transcript import Logprobs, UntoldError, tokens_of
+from balanceroute.proxy.live.openai.transcript import Logprobs, LogprobsError, tokens_of
 from balanceroute.proxy.wire.sse import event_data, whole_events
 
 
@@ -100,8 +100,8 @@ class ContinuationStream(CompletionStream):
             members["usage"].setdefault("completion_tokens_details", None)
         try:
             written = [_as_delta(choice, self._logprobs) for choice in choices]
-        except UntoldError:
-            return self._stop(UNTOLD)
+        except LogprobsError:
+            return self._stop(LOGPROBS)
         ending = dump_compact({"choices": written} | members)
         return self._head + ending[1:] + b"\n\n"
 
@@ -138,11 +138,11 @@ def _says_anything(choice: dict[str, Any]) -> bool:
 
 
 def _as_delta(choice: dict[str, Any], logprobs: Logprobs | None) -> dict[str, Any]:
-    """Return a completion's choice as a chat's. Raises UntoldError."""
-    told = choice.get("logprobs")
+    """Return a completion's choice as a chat's. Raises LogprobsError."""
+    listed = choice.get("logprobs")
     chats = None
-    if logprobs is not None and isinstance(told, dict):
-        chats = logprobs.as_chat(told)
+    if logprobs is not None and isinstance(listed, dict):
+        chats = logprobs.as_chat(listed)
     delta = {
         "index": choice.get("index"),
         "delta": {"content": choice["text"]} if choice.get("text") else {},
@@ -250,7 +250,7 @@ class TokenContinuation(TokenStream):
         return b""
 
 
-# Streams of answers that may be begun again, or were; see `told.py`.
+# Streams of answers that may be begun again, or were; see `delivered.py`.
 #
 # Every event of such a stream is parsed.
 
@@ -259,24 +259,24 @@ class _Repeating(StreamReader):
     """What these readers have in common: nothing reaches the client twice."""
 
     __slots__ = ()
-    _told: Told
+    _delivered: Delivered
     _may_abort: Callable[[], bool]
 
     @property
     def repeating(self) -> bool:
-        return self._told.repeating
+        return self._delivered.repeating
 
     @property
     def plain(self) -> bool:
-        return not self._told.repeating and super().plain
+        return not self._delivered.repeating and super().plain
 
     @property
     def form(self) -> None:
         """Nothing: every event is parsed."""
 
     def take_token(self, event: bytes) -> bytes:
-        taken = b"" if self._told.repeating else super().take_token(event)
-        return self._told.tell(taken) if taken else b""
+        taken = b"" if self._delivered.repeating else super().take_token(event)
+        return self._delivered.deliver(taken) if taken else b""
 
     def read(self, event: bytes) -> bytes:
         return self._pass(super().read(event))
@@ -289,11 +289,11 @@ class _Repeating(StreamReader):
         return self._pass(super().flush())
 
     def ending(self) -> bytes | None:
-        return None if self._told.repeating else super().ending()
+        return None if self._delivered.repeating else super().ending()
 
     @property
     def _may_be_mended(self) -> bool:
-        return not self._told.lost
+        return not self._delivered.lost
 
     def _pass(self, events: bytes) -> bytes:
         if not events or self.over:
@@ -306,38 +306,38 @@ class _Repeating(StreamReader):
             return b""
 
     def _one(self, event: bytes) -> bytes:
-        told = self._told
-        if not told.repeating:
-            return told.tell(event)
-        left = told.leave_out(event, may_abort=self._may_abort())
-        return b"".join(map(told.tell, whole_events(left)))
+        delivered = self._delivered
+        if not delivered.repeating:
+            return delivered.deliver(event)
+        left = delivered.leave_out(event, may_abort=self._may_abort())
+        return b"".join(map(delivered.deliver, whole_events(left)))
 
 
 class RepeatingCompletionStream(_Repeating, CompletionStream):
     """A chat, or a completion."""
 
-    __slots__ = ("_told",)
+    __slots__ = ("_delivered",)
 
-    def __init__(self, sequences: int, told: Told, **options: Any) -> None:
+    def __init__(self, sequences: int, delivered: Delivered, **options: Any) -> None:
         super().__init__(sequences, **options)
-        self._told = told
+        self._delivered = delivered
 
 
 class RepeatingTokenStream(_Repeating, TokenStream):
     """An answer of token ids."""
 
-    __slots__ = ("_told",)
+    __slots__ = ("_delivered",)
 
-    def __init__(self, sequences: int, told: Told, **options: Any) -> None:
+    def __init__(self, sequences: int, delivered: Delivered, **options: Any) -> None:
         super().__init__(sequences, **options)
-        self._told = told
+        self._delivered = delivered
 
 
 class RepeatingNamedEventStream(_Repeating, NamedEventStream):
     """A message, or a response."""
 
-    __slots__ = ("_told",)
+    __slots__ = ("_delivered",)
 
-    def __init__(self, told: Told, **options: Any) -> None:
+    def __init__(self, delivered: Delivered, **options: Any) -> None:
         super().__init__(**options)
-        self._told = told
+        self._delivered = delivered

@@ -73,7 +73,7 @@ class EngineError(Struct, frozen=True):
     def is_death(self) -> bool:
         """Whether the engine says that it has died. Else what it says may be its client's words."""
         # In a stream vLLM before 0.11 calls every error the client's.
-        return self.words.startswith(_DEAD[0]) or (self.status >= 500 and tells_death(self.words))
+        return self.words.startswith(_DEAD[0]) or (self.status >= 500 and names_death(self.words))
 
 
 def read_error(message: Mapping[str, Any]) -> EngineError | None:
@@ -101,8 +101,8 @@ def _detail_error(message: Mapping[str, Any], detail: object) -> EngineError:
     return EngineError(status, _words(words), of_api=False)
 
 
-def _words(told: object) -> str:
-    return str(told)[:_MAX_WORDS] if told else ""
+def _words(reason: object) -> str:
+    return str(reason)[:_MAX_WORDS] if reason else ""
 
 
 def _status_of(error: Mapping[str, Any]) -> int:
@@ -113,17 +113,17 @@ def _status_of(error: Mapping[str, Any]) -> int:
     return HTTPStatus.INTERNAL_SERVER_ERROR.value
 
 
-def _read_status(told: object) -> int | None:
-    if isinstance(told, str) and len(told) <= _MAX_NAME:
-        if not (told.isascii() and told.isdigit()):
-            return _NAMES.get(_plain(told))
-        told = int(told)
-    if isinstance(told, int | float) and told in range(400, 600):
-        return int(told)
+def _read_status(given: object) -> int | None:
+    if isinstance(given, str) and len(given) <= _MAX_NAME:
+        if not (given.isascii() and given.isdigit()):
+            return _NAMES.get(_plain(given))
+        given = int(given)
+    if isinstance(given, int | float) and given in range(400, 600):
+        return int(given)
     return None
 
 
-class _Told(Struct):
+class _WholeAnswer(Struct):
     """The members of a whole answer that may tell an error; the rest is passed over."""
 
     choices: Any = msgspec.UNSET
@@ -138,7 +138,7 @@ class _Told(Struct):
     status: Any = msgspec.UNSET
 
 
-_decode_told = msgspec.json.Decoder(_Told).decode
+_decode_answer = msgspec.json.Decoder(_WholeAnswer).decode
 
 
 def error_in(body: bytes) -> EngineError | None:
@@ -150,12 +150,12 @@ def error_in(body: bytes) -> EngineError | None:
     if body.find(b'"error"') < 0 and body.find(b'"choices"') >= 0:
         return None
     try:
-        told = msgspec.structs.asdict(_decode_told(body))
+        read = msgspec.structs.asdict(_decode_answer(body))
     except (ValueError, RecursionError):
         return _error_of(body)  # It may be JSON that is less strict.
-    if told["object"] == "response":
+    if read["object"] == "response":
         return None
-    return read_error({name: value for name, value in told.items() if value is not msgspec.UNSET})
+    return read_error({name: value for name, value in read.items() if value is not msgspec.UNSET})
 
 
 def _error_of(body: bytes) -> EngineError | None:
@@ -180,7 +180,7 @@ def error_words(body: bytes) -> str:
     return "" if error is None else error.words
 
 
-def tells_death(words: str) -> bool:
+def names_death(words: str) -> bool:
     """Return whether an engine's server says with an error of its own that the engine has died."""
     return any(one in words for one in _DEAD)
 
@@ -291,9 +291,9 @@ def dump_escaped(value: object) -> bytes:
 
 # Of streams that go on elsewhere: the errors that no engine reports.
 OTHERWISE = error_event(409, "the answer goes on otherwise than it had begun")
-UNTOLD = error_event(409, "log-probabilities of a completion do not tell all that a chat's do")
+LOGPROBS = error_event(409, "log-probabilities of a completion do not tell all that a chat's do")
 EXPERTS = error_event(409, "routed_experts of an answer that two engines gave cannot be told")
-OWN_ERRORS = frozenset({OTHERWISE, UNTOLD, EXPERTS})
+OWN_ERRORS = frozenset({OTHERWISE, LOGPROBS, EXPERTS})
 
 
 class CannotResumeError(BalanceRouteError):

@@ -100,7 +100,7 @@ def _params(value: bytes) -> dict[str, str]:
     message = Message()
     message["content-type"] = value.decode("latin-1").replace("\r", " ").replace("\n", " ")
     params: dict[str, str] = {}
-    told: Any = message.get_params(failobj=[])  # An encoded value is a tuple with its charset.
-    for name, given in told:
+    found: Any = message.get_params(failobj=[])  # An encoded value is a tuple with its charset.
+    for name, given in found:
         params[name.lower()] = given[-1] if isinstance(given, tuple) else given
     return params

@@ -305,8 +305,8 @@ def _count_message(usage: dict[str, Any]) -> tuple[int | None, PromptUsage | Non
     written = token_count(usage, "cache_creation_input_tokens")
     if rest is None:
         return None, None
-    told = None if cached is None else PromptUsage(cached, written)
-    return rest + (cached or 0) + (written or 0), told
+    prompt = None if cached is None else PromptUsage(cached, written)
+    return rest + (cached or 0) + (written or 0), prompt
 
 
 def _reason_of_message(read: _Members) -> str:

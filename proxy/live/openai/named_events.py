@@ -36,7 +36,7 @@ _FINAL = frozenset(
 _FAILED = frozenset({b"error", b"response.failed"})
 # Anthropic's sign of life.
 _PINGS = (b"event: ping\n", b"event: ping\r")
-_TELLING = _FINAL | _FAILED | {b"message_delta"}
+_WITH_STATE = _FINAL | _FAILED | {b"message_delta"}
 _START = b"message_start"
 # They come before anything of the answer.
 _AHEAD = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
@@ -80,12 +80,12 @@ def name_of(event: bytes) -> bytes:
     message = parsed(event) or {}
     kind = message.get("type")
     name = kind.encode() if isinstance(kind, str) else b""
-    return b"error" if name not in _TELLING and read_error(message) is not None else name
+    return b"error" if name not in _WITH_STATE and read_error(message) is not None else name
 
 
 def read_turn(event: bytes, name: bytes) -> Turn | None:
     """Return what an event of a name says of its stream, None if it only goes on."""
-    if name not in _TELLING:
+    if name not in _WITH_STATE:
         return None
     read = parsed(event)
     message = read or {}
@@ -93,8 +93,8 @@ def read_turn(event: bytes, name: bytes) -> Turn | None:
     usage = _object(message, "usage") or _object(response, "usage")
     error = ""
     if name in _FAILED:
-        told = read_error(message) or read_error(response)
-        error = (told and told.words) or "error"
+        found = read_error(message) or read_error(response)
+        error = (found and found.words) or "error"
     delta = _object(message, "delta")
     stop = delta.get("stop_reason", "")
     return Turn(
@@ -143,7 +143,7 @@ class NamedEventStream(StreamReader):
         return self._complete
 
     @property
-    def told(self) -> bool:
+    def past_opening(self) -> bool:
         return self._said
 
     @property

@@ -78,10 +78,10 @@ class StreamOpening:
             return event
         self._room -= len(event)
         # What nobody can read may have been text, and is judged by who compares what comes again.
-        tells = bool(event_data(event))
+        has_data = bool(event_data(event))
         if self._room < 0:
-            return event if tells else b""
-        if tells or not self.resumes:
+            return event if has_data else b""
+        if has_data or not self.resumes:
             self._held.append(event)
         return b""
 
@@ -142,7 +142,7 @@ class StreamReader:
         return self._opening.release()
 
     @property
-    def told(self) -> bool:
+    def past_opening(self) -> bool:
         """Whether the client may have more of the answer than its opening."""
         return True
 

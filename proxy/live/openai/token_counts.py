@@ -77,16 +77,16 @@ class PromptUsage(Struct, frozen=True):
 
     def apply_to_message(self, usage: bytes) -> bytes:
         """Return the same of Anthropic's, which counts apart what was cached."""
-        told = {name: int(count) for _, name, count in _OF_MESSAGE.findall(usage)}
-        if b"input" not in told or b"cache_read_input" not in told:
+        counts = {name: int(count) for _, name, count in _OF_MESSAGE.findall(usage)}
+        if b"input" not in counts or b"cache_read_input" not in counts:
             return usage
-        total = sum(told.values())
-        told[b"cache_read_input"] = min(total, self.cached_tokens)
-        if self.written_tokens is not None and b"cache_creation_input" in told:
-            told[b"cache_creation_input"] = self.written_tokens
-        apart = told[b"cache_read_input"] + told.get(b"cache_creation_input", 0)
-        told[b"input"] = max(0, total - apart)
-        return _OF_MESSAGE.sub(lambda one: b"%b%d" % (one[1], told[one[2]]), usage)
+        total = sum(counts.values())
+        counts[b"cache_read_input"] = min(total, self.cached_tokens)
+        if self.written_tokens is not None and b"cache_creation_input" in counts:
+            counts[b"cache_creation_input"] = self.written_tokens
+        apart = counts[b"cache_read_input"] + counts.get(b"cache_creation_input", 0)
+        counts[b"input"] = max(0, total - apart)
+        return _OF_MESSAGE.sub(lambda one: b"%b%d" % (one[1], counts[one[2]]), usage)
 
     def apply_within(self, data: bytes) -> bytes:
         """Return the JSON of a message, a response, or an event of theirs, with its usage put right."""
@@ -97,12 +97,12 @@ class PromptUsage(Struct, frozen=True):
         except (ValueError, RecursionError):
             return data  # Nobody can tell where it stands.
         holder = held.response or held.message or held
-        told = bytes(holder.usage)
-        begin = data.rfind(told)
-        if not told.startswith(b"{"):
+        usage = bytes(holder.usage)
+        begin = data.rfind(usage)
+        if not usage.startswith(b"{"):
             return data
-        changed = self.apply_to_message(self.apply(told))
-        return data[:begin] + changed + data[begin + len(told) :]
+        changed = self.apply_to_message(self.apply(usage))
+        return data[:begin] + changed + data[begin + len(usage) :]
 
 
 class UsageRewrite:
@@ -148,11 +148,11 @@ class UsageRewrite:
         usage = last.get("usage")
         if not isinstance(usage, dict) or any(token_count(usage, one) is None for one in _TOTALS):
             return None
-        told: dict[str, Any] = {name: usage[name] for name in _TOTALS}
+        total: dict[str, Any] = {name: usage[name] for name in _TOTALS}
         if self.prompt is not None:
-            told["prompt_tokens_details"] = {"cached_tokens": self.prompt.cached_tokens}
-        told |= {name: value for name, value in usage.items() if value is not None}
-        message = {**last, "choices": [], "usage": told}
+            total["prompt_tokens_details"] = {"cached_tokens": self.prompt.cached_tokens}
+        total |= {name: value for name, value in usage.items() if value is not None}
+        message = {**last, "choices": [], "usage": total}
         text = json.dumps(message, separators=(",", ":"), ensure_ascii=False)
         return self.apply(b"data: %b\n\n" % text.encode("utf-8", "replace"))
 
@@ -287,19 +287,19 @@ def ask_for_counts(
 class TokenCounts:
     """Reads the counts of one stream of one sequence."""
 
-    __slots__ = ("_counted", "_hide_each", "_is_told", "_tokens", "asked")
+    __slots__ = ("_all_reported", "_counted", "_hide_each", "_tokens", "asked")
 
     def __init__(self, asked: CountsAsked) -> None:
         self.asked = asked
         self._hide_each = asked.hide_each
         self._tokens = 0
         self._counted = b""  # The last event with a count that was not read yet.
-        self._is_told = asked.each  # By every event so far.
+        self._all_reported = asked.each  # By every event so far.
 
     @property
-    def told(self) -> int | None:
+    def reported(self) -> int | None:
         """The tokens so far, as the engine counts them; None if not every event told."""
-        return self.read_tokens() if self._is_told else None
+        return self.read_tokens() if self._all_reported else None
 
     def read_tokens(self) -> int:
         """Return the tokens so far. An event without a count is one."""
@@ -310,10 +310,10 @@ class TokenCounts:
             self._record_count(behind.partition(b",")[0].partition(b"}")[0])
         return self._tokens
 
-    def take_passed(self, tokens: int, *, untold: bool) -> None:
-        """Go on behind events that others have counted; `untold` says that some of them had no count."""
+    def take_passed(self, tokens: int, *, uncounted: bool) -> None:
+        """Go on behind events that others have counted; `uncounted` says that some of them had no count."""
         self._counted, self._tokens = b"", tokens
-        self._is_told = self._is_told and not untold
+        self._all_reported = self._all_reported and not uncounted
 
     def take(self, event: bytes) -> bytes:
         """Count an event with tokens in it; return what of it is the client's."""
@@ -340,7 +340,7 @@ class TokenCounts:
         span = find_usage(event)
         count = None if span is None else _ANY_COUNT.search(event, *span)
         if count is None:
-            self._tokens, self._is_told = tokens + 1, False
+            self._tokens, self._all_reported = tokens + 1, False
         else:
             self._record_count(count[1])
         return event if span is None else self._cut(event, span)

@@ -99,7 +99,7 @@ class TokenIds:
         return self._kept.count(_COMMA)
 
     @property
-    def told(self) -> int:
+    def seen(self) -> int:
         """How many ids the engine has told, those that do not count included."""
         return self.count + sum(ids.count(_COMMA) + 1 for ids in self._new if ids)
 
@@ -125,7 +125,7 @@ class TokenIds:
         """Whether the answer can be continued from them."""
         if self.lost or _LIST.fullmatch(self.prompt) is None:
             return False
-        if self.counts is not None and self.counts.told not in (None, self.told):
+        if self.counts is not None and self.counts.reported not in (None, self.seen):
             return False  # One of the two is wrong.
         kept = self.kept
         return not kept or _LIST.fullmatch(kept) is not None
@@ -188,8 +188,8 @@ class TokenIds:
         if not self.prompt:
             found = _PROMPT.search(event)
             self.prompt = found[1] if found else b""
-            told = self.prompt.count(_COMMA) + 1
-            self.lost |= bool(self.prompt and self._prompt_tokens not in (None, told))
+            count = self.prompt.count(_COMMA) + 1
+            self.lost |= bool(self.prompt and self._prompt_tokens not in (None, count))
             self.head = event[: max(0, event.find(_CHOICES))]
         for choice in choices_of(message):
             self._before = _CHAT if "delta" in choice else _COMPLETION
@@ -207,10 +207,10 @@ class TokenIds:
 
     def _note_choice(self, event: bytes, choice: dict[str, Any]) -> None:
         text, ids = text_of(choice), choice.get("token_ids")
-        told = isinstance(ids, list) and all(type(one) is int and one >= 0 for one in ids)
-        if text is None or choice.get("finish_reason") or not self.prompt or (text and not told):
+        listed = isinstance(ids, list) and all(type(one) is int and one >= 0 for one in ids)
+        if text is None or choice.get("finish_reason") or not self.prompt or (text and not listed):
             self.lost = True
-        elif isinstance(ids, list) and told:
+        elif isinstance(ids, list) and listed:
             self._keep_parsed(event, choice, ids)
 
     def _keep_parsed(self, event: bytes, choice: dict[str, Any], ids: list[int]) -> None:
@@ -323,7 +323,7 @@ class BackedUpIds(TokenIds):
         self._end = 0
 
     @property
-    def told(self) -> int:
+    def seen(self) -> int:
         return self.count + sum(len(piece.ids) for piece in self._pieces)
 
     @property

@@ -17,7 +17,7 @@ from balanceroute.proxy.live.openai.stream_reader import choices_of, parsed, tex
 # one. Where candidates are missing so, a chat's list cannot be written.
 
 
-class UntoldError(BalanceRouteError):
+class LogprobsError(BalanceRouteError):
     """A completion does not tell what a chat would."""
 
 
@@ -37,9 +37,9 @@ class Logprobs:
 
     def go_on(self, logprobs: dict[str, Any], again: int) -> None:
         """Leave out the first `again` tokens, and count a completion's offsets on."""
-        for name, told in logprobs.items():
-            if isinstance(told, list):
-                logprobs[name] = told[again:]
+        for name, values in logprobs.items():
+            if isinstance(values, list):
+                logprobs[name] = values[again:]
         offsets = logprobs.get("text_offset")
         if isinstance(offsets, list):
             logprobs["text_offset"] = [offset + self._offset for offset in offsets]
@@ -48,7 +48,7 @@ class Logprobs:
         """Return a completion's as a chat's.
 
         Raises:
-            UntoldError: A token has fewer candidates than the chat wants.
+            LogprobsError: A token has fewer candidates than the chat wants.
         """
         content = []
         for token, logprob, top in zip(
@@ -56,7 +56,7 @@ class Logprobs:
         ):
             listed = list((top or {}).items())[: self._candidates]
             if len(listed) < self._candidates:
-                raise UntoldError(f"{token!r} has {len(listed)} of {self._candidates} candidates")
+                raise LogprobsError(f"{token!r} has {len(listed)} of {self._candidates} candidates")
             top_logprobs = [_candidate(*one) for one in listed]
             content.append(_candidate(token, logprob) | {"top_logprobs": top_logprobs})
         return {"content": content}
@@ -66,8 +66,8 @@ def tokens_of(logprobs: object) -> int:
     """Return of how many tokens log-probabilities are told."""
     if not isinstance(logprobs, dict):
         return 0
-    told = logprobs.get("tokens", logprobs.get("content"))
-    return len(told) if isinstance(told, list) else 0
+    listed = logprobs.get("tokens", logprobs.get("content"))
+    return len(listed) if isinstance(listed, list) else 0
 
 
 def _candidate(token: str, logprob: float | None) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Transcript:
             choices = choices_of(parsed(self._last) or {})
         else:
             choices = [self._last]
-        return not choices or all(text_of(one) and _tokens_told(one) <= 1 for one in choices)
+        return not choices or all(text_of(one) and _tokens_listed(one) <= 1 for one in choices)
 
     def keep(self, event: bytes) -> None:
         """Append the text of a token event, or give up keeping it."""
@@ -181,6 +181,6 @@ class Transcript:
         return b"data: " + data.encode() + b"\n\n"
 
 
-def _tokens_told(choice: dict[str, Any]) -> int:
+def _tokens_listed(choice: dict[str, Any]) -> int:
     ids = choice.get("token_ids")
     return max(tokens_of(choice.get("logprobs")), len(ids) if isinstance(ids, list) else 0)

@@ -31,7 +31,7 @@ from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import Headers
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.openai.told import Told
+    from balanceroute.proxy.live.openai.delivered import Delivered
     from balanceroute.proxy.live.request.early_token import EarlyToken
 
 
@@ -48,7 +48,7 @@ class ClientAnswer:
         slow: Called with whether the client reads too slowly, once that has changed.
     """
 
-    __slots__ = ("_heard_s", "_record", "_slow", "_written", "is_paused", "opened", "reply")
+    __slots__ = ("_last_sent_s", "_record", "_slow", "_written", "is_paused", "opened", "reply")
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ClientAnswer:
         self.is_paused = False  # Whether the client reads too slowly at present.
         self._record = record
         self._written = reply.written
-        self._heard_s = record.arrived_ns / 1e9  # When the client was first seen to have that much.
+        self._last_sent_s = record.arrived_ns / 1e9  # When the proxy first saw `_written`.
         self._slow: Callable[[bool], None] | None = slow
         reply.on_closed = left
 
@@ -88,11 +88,11 @@ class ClientAnswer:
     def keep_alive(self, now_s: float, silence_s: float) -> None:
         """Send a sign of life if the client of a stream has had nothing for so long."""
         if self.reply.written == self._written:
-            if now_s < self._heard_s + silence_s or self.reply.paused:
+            if now_s < self._last_sent_s + silence_s or self.reply.paused:
                 return
             messages = self._record.endpoint == Api.MESSAGES.value
             self.comment(STREAM_HEADERS, _PING if messages else _COMMENT)
-        self._written, self._heard_s = self.reply.written, now_s
+        self._written, self._last_sent_s = self.reply.written, now_s
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
         self._record.status = 200 if self.reply.commented else status
@@ -159,9 +159,9 @@ class Emitted(Struct, eq=False):
     # The request that continues from ids, in place of the client's; None if none does.
     continued: RequestBody | None = None
     # What the client has of an answer that is to begin again; None if none does.
-    told: "Told | None" = None
+    delivered: "Delivered | None" = None
     # When the client had something last, by the loop's clock; None if it has nothing.
-    heard_s: float | None = None
+    last_sent_s: float | None = None
 
 
 # The answer of a prefiller that met a stop condition on its one token, as the client wants it.

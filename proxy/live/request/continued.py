@@ -21,6 +21,7 @@ from balanceroute.proxy.live.openai.continuation_stream import (
     RepeatingTokenStream,
     TokenContinuation,
 )
+from balanceroute.proxy.live.openai.delivered import Delivered, DeliveredChoices, DeliveredEvents
 from balanceroute.proxy.live.openai.errors import CannotResumeError
 from balanceroute.proxy.live.openai.named_events import named_options
 from balanceroute.proxy.live.openai.shape import (
@@ -43,7 +44,6 @@ from balanceroute.proxy.live.openai.token_ids import (
     asks_logprobs,
     care_of,
 )
-from balanceroute.proxy.live.openai.told import Told, ToldChoices, ToldEvents
 from balanceroute.proxy.live.openai.transcript import Logprobs, Transcript
 from balanceroute.proxy.live.request.client_answer import Emitted
 from balanceroute.proxy.live.request.early_token import EarlyToken
@@ -93,8 +93,8 @@ class Continued(Emitted):
         if transcript.text is None or self.continued is not None:
             raise CannotResumeError("its answer cannot be continued from text")
         values = body.large_values()
-        told = asks_logprobs(values) or values.get("return_token_ids")
-        if told and transcript.text and not transcript.is_whole:
+        by_token = asks_logprobs(values) or values.get("return_token_ids")
+        if by_token and transcript.text and not transcript.is_whole:
             # The next rank would say these tokens again, and the client has them.
             raise CannotResumeError("tokens that the client was told of may have no text yet")
         text, tokens = self._text + "".join(transcript.text), self.tokens + tokens
@@ -138,13 +138,13 @@ class Continued(Emitted):
             return TokenIds(self.repeated, prompt_tokens)
         return BackedUpIds(care, self.repeated, prompt_tokens)
 
-    def told_to_keep(
+    def track_delivered(
         self,
         shape: Shape,
         body: "RequestBody",
         resume: Resume,
         seed: Callable[[], int],
-    ) -> Told | None:
+    ) -> Delivered | None:
         """Return what keeps all that the client of a stream gets, for another engine to begin again.
 
         Args:
@@ -163,8 +163,8 @@ class Continued(Emitted):
             return None
         if not self.drawn and draws_otherwise(sampling):
             self.draw(sampling, seed(), nested=shape.api is Api.GENERATE)
-        self.told = ToldEvents() if shape.api in _NAMED else ToldChoices()
-        return self.told
+        self.delivered = DeliveredEvents() if shape.api in _NAMED else DeliveredChoices()
+        return self.delivered
 
     def draw(self, sampling: Mapping[str, Any], seed: int, *, nested: bool) -> None:
         """Give the request a seed, for its tokens to be drawn alike wherever they are.
@@ -229,7 +229,7 @@ class Continued(Emitted):
         return self.early
 
     def reader(
-        self, shape: Shape, told: Told | None, options: dict[str, Any]
+        self, shape: Shape, delivered: Delivered | None, options: dict[str, Any]
     ) -> StreamReader | None:
         """Return what reads a stream for a client who has the beginning; None if it has none.
 
@@ -238,13 +238,13 @@ class Continued(Emitted):
             told: What knows itself what the client has; None for nothing.
             options: Of every `CompletionStream`.
         """
-        if told is not None:
+        if delivered is not None:
             options = options | {"resumes": False}
             if shape.api is GENERATE:
-                return RepeatingTokenStream(shape.sequences, told, **options)
+                return RepeatingTokenStream(shape.sequences, delivered, **options)
             if shape.api in (CHAT, COMPLETIONS):
-                return RepeatingCompletionStream(shape.sequences, told, **options)
-            return RepeatingNamedEventStream(told, **named_options(options))
+                return RepeatingCompletionStream(shape.sequences, delivered, **options)
+            return RepeatingNamedEventStream(delivered, **named_options(options))
         if shape.api is GENERATE:
             said = None if self.early is None else self.early.said
             if said is None and not self.tokens:

@@ -22,8 +22,8 @@ from balanceroute.proxy.live.openai.errors import (
     OWN_ERRORS,
     CannotResumeError,
     error_in,
+    names_death,
     read_error,
-    tells_death,
 )
 from balanceroute.proxy.live.openai.legs import (
     BadPrefillAnswerError,
@@ -69,8 +69,8 @@ from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.live.openai.delivered import Delivered
     from balanceroute.proxy.live.openai.token_ids import TokenIds
-    from balanceroute.proxy.live.openai.told import Told
     from balanceroute.proxy.live.openai.transcript import Transcript
     from balanceroute.proxy.live.request.continued import Continued
     from balanceroute.proxy.wire.http1.client import ResponseHandler
@@ -99,7 +99,7 @@ class DecodeAttempt(Attempt):
 
     __slots__ = (
         *("_ids", "_kv", "_moves", "_new_by_s", "_rank", "_remote", "_seen_s"),
-        *("_told", "_transcript", "_transfer", "_usage", "hands_back", "stream"),
+        *("_delivered", "_transcript", "_transfer", "_usage", "hands_back", "stream"),
     )
 
     def __init__(self, session: Session, engine: Prefiller | Rank, kv: KvHandle | None) -> None:
@@ -113,7 +113,7 @@ class DecodeAttempt(Attempt):
             self._usage = UsageRewrite(session.prompt_usage, session.emitted.tokens)
         self._transcript: Transcript | None = None
         self._ids: TokenIds | None = None
-        self._told: Told | None = None
+        self._delivered: Delivered | None = None
         if session.resuming is not None:
             session.resuming.begin_leg()
             if self.hands_back:
@@ -130,7 +130,7 @@ class DecodeAttempt(Attempt):
     def _keep(self, emitted: "Continued", resume: Resume) -> None:
         """Keep what another engine needs to go on with the stream: ids, or all that the client has."""
         session = self._session
-        if emitted.told is None and self._rank is not None:
+        if emitted.delivered is None and self._rank is not None:
             self._ids = emitted.ids_to_keep(
                 session.shape,
                 self._asked()[1],
@@ -141,12 +141,12 @@ class DecodeAttempt(Attempt):
         if self._ids is not None:
             return
         if session.answer.opened:
-            self._told = emitted.told
+            self._delivered = emitted.delivered
         else:  # What an engine said, and nobody has, is not told.
             seed = partial(draw_seed, session)
-            self._told = emitted.told_to_keep(session.shape, session.body, resume, seed)
-        if self._told is not None:
-            self._told.begin_again()
+            self._delivered = emitted.track_delivered(session.shape, session.body, resume, seed)
+        if self._delivered is not None:
+            self._delivered.begin_again()
 
     @property
     def bound(self) -> bool:
@@ -165,8 +165,8 @@ class DecodeAttempt(Attempt):
     @property
     def continuable(self) -> bool:
         """Whether another engine could go on with the stream, from the ids of its tokens or by beginning again."""
-        if self._told is not None:
-            return not self._told.lost
+        if self._delivered is not None:
+            return not self._delivered.lost
         resuming = self._session.resuming
         if self._ids is None or resuming is None:
             return False
@@ -328,7 +328,9 @@ class DecodeAttempt(Attempt):
             "expensive": partial(_stop_asking, self.engine),
             "may_abort": lambda: session.abort_ordered,
         }
-        reader = None if resuming is None else resuming.reader(session.shape, self._told, options)
+        reader = (
+            None if resuming is None else resuming.reader(session.shape, self._delivered, options)
+        )
         if reader is None:
             reader = _plain_reader(session.shape, options)
         if session.emitted.early is not None:
@@ -422,7 +424,7 @@ class DecodeAttempt(Attempt):
         if session.record.first_token_ns is None:
             session.record.first_token_ns = round(session.context.clock() * 1e9)
         session.emitted.early = None
-        keeps_body = self.hands_back or self._told is not None
+        keeps_body = self.hands_back or self._delivered is not None
         session.began(self, status, headers, keeps_body=keeps_body)
         if session.decodes:
             session.host.feed(DecodeStarted(session.number), served)
@@ -447,7 +449,7 @@ class DecodeAttempt(Attempt):
             self.stream_broken(error)
 
     def stream_error(self, message: str, *, cut: bool = False) -> None:
-        if tells_death(message):
+        if names_death(message):
             self._session.engine_died(self.engine, self.posted_s, said=True)
         self._session.finished(message, cut=cut)
 
@@ -479,8 +481,8 @@ class DecodeAttempt(Attempt):
             session.fail(502, f"the engine dropped the request {_MOST_RECOMPUTES} times")
             return
         advanced = False
-        if self._told is not None:
-            if self._told.lost or record.recomputes > session.context.legs.retry_attempts:
+        if self._delivered is not None:
+            if self._delivered.lost or record.recomputes > session.context.legs.retry_attempts:
                 session.fail(502, "the engine dropped the request, which cannot begin again")
             else:
                 session.recomputed(elsewhere=True, anew=True)
@@ -488,7 +490,7 @@ class DecodeAttempt(Attempt):
         if stream is not None and stream.started and self.continuable:
             self._leave_ids()
             advanced = True
-        elif stream is not None and _has_told(stream) and (tokens := stream.count_tokens()):
+        elif stream is not None and _is_past_opening(stream) and (tokens := stream.count_tokens()):
             advanced = True
             assert self._transcript is not None
             assert session.resuming is not None
@@ -503,10 +505,10 @@ class DecodeAttempt(Attempt):
 
     def hand_over(self) -> None:
         self.close()
-        if self._told is None:
+        if self._delivered is None:
             self._leave_ids()
         self._session.record.resumes += 1
-        self._session.recomputed(elsewhere=True, anew=self._told is not None)
+        self._session.recomputed(elsewhere=True, anew=self._delivered is not None)
 
     def _leave_ids(self) -> None:
         assert self._ids is not None
@@ -540,8 +542,8 @@ def _plain_reader(shape: Shape, options: dict[str, Any]) -> StreamReader:
     return plain(shape.sequences, **options)
 
 
-def _has_told(stream: Relay) -> bool:
-    return stream.started and stream.reader.told
+def _is_past_opening(stream: Relay) -> bool:
+    return stream.started and stream.reader.past_opening
 
 
 def _stop_asking(engine: Prefiller | Rank) -> None:
@@ -557,12 +559,12 @@ def _count_stream(session: Session, stream: Relay) -> None:
     if session.answer.opened:
         # What came since may have been the first token again, or all that there was.
         before = int(record.early_first_token)
-        if session.emitted.told is not None:
+        if session.emitted.delivered is not None:
             before = record.output_tokens
         record.output_tokens = max(before, session.emitted.tokens + stream.count_tokens())
         record.itl_max_ns = max(record.itl_max_ns, round(stream.gap_max_s * 1e9))
         if stream.started and stream.silent_since_s is None:
-            session.emitted.heard_s = stream.last_s
+            session.emitted.last_sent_s = stream.last_s
         if stream.second_s is not None:
             record.second_token_came(round(stream.second_s * 1e9))
 

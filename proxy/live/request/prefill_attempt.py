@@ -143,7 +143,7 @@ class PrefillAttempt(Attempt):
         if resuming is not None and session.shape.stream and resume is not RESUME_OFF:
             # Only who keeps ids asks, and all of the answer is decoded for it.
             resuming.parses |= continuous_usage_is_expensive(answer.message)
-        again = session.emitted.told is not None and session.answer.opened
+        again = session.emitted.delivered is not None and session.answer.opened
         if session.emitted.tokens == 0 and not again:
             record.prompt_tokens = answer.prompt_tokens
             record.cached_tokens, session.prompt_usage = answer.cached_tokens, answer.usage

@@ -185,7 +185,7 @@ class Relay:
         lends: bool = False,
     ) -> None:
         self._before = emitted.tokens
-        self.silent_since_s = emitted.heard_s
+        self.silent_since_s = emitted.last_sent_s
         self._owner = owner
         self._write = reply.write
         self._clock = clock
@@ -443,9 +443,9 @@ class Relay:
         elif reader.repeating and not (self.started or self._over):
             self._start()
         if self._over:
-            self._tell_why()
+            self._report_end()
 
-    def _tell_why(self) -> None:
+    def _report_end(self) -> None:
         """Tell why nothing that follows matters."""
         reader = self.reader
         if reader.handed_back:

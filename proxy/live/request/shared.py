@@ -169,14 +169,14 @@ class Suspects:
                 rest = sorted(given.keys() - _BESIDE)
                 given = {name: given[name] for name in rest}
             sampling = dump(given)
-        told = b"\0".join((endpoint.encode(), sampling, body.told_apart_by(beside)))
-        return blake2b(told, digest_size=_HASH_BYTES, key=self._key).digest()
+        hashed = b"\0".join((endpoint.encode(), sampling, body.texts_without(beside)))
+        return blake2b(hashed, digest_size=_HASH_BYTES, key=self._key).digest()
 
     def of_bytes(self, endpoint: str, body: bytes, boundary: bytes = b"") -> bytes:
         """Return what names a request that is not read; a form's boundary is another one each time."""
-        told = blake2b(endpoint.encode() + b"\0", digest_size=_HASH_BYTES, key=self._key)
-        told.update(body.replace(boundary, b"") if boundary else body)
-        return told.digest()
+        hashed = blake2b(endpoint.encode() + b"\0", digest_size=_HASH_BYTES, key=self._key)
+        hashed.update(body.replace(boundary, b"") if boundary else body)
+        return hashed.digest()
 
     def deaths(self, fingerprint: bytes) -> int:
         """Return how many engines died under a prompt, as far as nothing else explains that."""

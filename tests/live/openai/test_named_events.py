@@ -224,9 +224,9 @@ def test_a_rank_hands_a_message_back_by_a_stop_sequence() -> None:
     start, end = event("message_start", message={}), event("message_delta", delta=back)
     client = Client(openai=False, keep_text=True).answer(start, end)
     assert (client.turns[-1], client.received) == ("recomputed", b"")
-    assert not client.reader.told
+    assert not client.reader.past_opening
     client = Client(openai=False, keep_text=True).answer(BEGIN[MESSAGES], end)
-    assert (client.turns[-1], client.reader.told) == ("recomputed", True)
+    assert (client.turns[-1], client.reader.past_opening) == ("recomputed", True)
     client = Client(openai=False).answer(BEGIN[MESSAGES], end)  # Its client's own.
     assert client.received == BEGIN[MESSAGES] + end
 

@@ -95,7 +95,7 @@ def test_of_an_engine_that_writes_no_nulls_the_client_sees_none(*, of_chat: bool
     # A completion's prompt comes only if it is asked for.
     expected = bare(role) if of_chat else b""
     assert passed == expected + bare(said(" a", of_chat)) + bare(said(" b", of_chat)) + end
-    assert (ids.prompt, ids.told) == (b"1,22,333", 3)
+    assert (ids.prompt, ids.seen) == (b"1,22,333", 3)
 
 
 def test_a_prompt_beside_a_token_is_of_an_engine_that_writes_nulls() -> None:

@@ -629,7 +629,7 @@ def test_named_events_are_taken_by_name() -> None:
     assert client.reader.form == EventForm(NAMED, 0, 0)
     client.reader.take_passed(passed(3, 3))
     assert client.tokens == 3
-    assert client.reader.told
+    assert client.reader.past_opening
 
 
 def test_counts_that_an_engine_left_out_meanwhile_are_not_told() -> None:
@@ -638,7 +638,7 @@ def test_counts_that_an_engine_left_out_meanwhile_are_not_told() -> None:
         client = Client(counts=kept).answer(OPENING, chunk("a", **usage(1)))
         client.reader.take_passed(passed(4, 7, untold))
         assert client.tokens == 7
-        assert kept.told == (None if untold else 7)
+        assert kept.reported == (None if untold else 7)
         client.answer(chunk("b", **usage(9)))
         assert client.tokens == 9
 
@@ -666,10 +666,10 @@ def test_ids_that_passed_elsewhere_are_kept() -> None:
     assert client.reader.form == EventForm(COMPLETIONS, flags, 2)
     behind = one("b", 8, 9)
     client.reader.take_passed(Passed(3, 5, 0, ids=b",7", new_ids=b"8,9", behind=behind))
-    assert (ids.kept, ids.told, ids.behind) == (b"5,6,7", 5, "b")
+    assert (ids.kept, ids.seen, ids.behind) == (b"5,6,7", 5, "b")
     client.reader.take_passed(Passed(1, 6, 0, new_ids=b""))
     client.reader.take_passed(Passed(1, 7, 0, ids=b",10"))
-    assert (ids.kept, ids.told, ids.behind) == (b"5,6,7,8,9,10", 6, "")
+    assert (ids.kept, ids.seen, ids.behind) == (b"5,6,7,8,9,10", 6, "")
     ids.lost = True
     assert client.reader.form is None
 

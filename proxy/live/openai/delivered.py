@@ -93,7 +93,7 @@ class _Grown(Struct, eq=False):
             self.pieces = []
 
 
-class Told:
+class Delivered:
     """What the client of one stream has.
 
     Attributes:
@@ -124,7 +124,7 @@ class Told:
         }
         self._left = {choice: count for choice, count in left.items() if count}
 
-    def tell(self, event: bytes) -> bytes:
+    def deliver(self, event: bytes) -> bytes:
         """Note an event that goes to the client; return it as the client is to have it."""
         raise NotImplementedError
 
@@ -193,7 +193,7 @@ class Told:
             grown.at = len(grown.whole)
 
 
-class ToldChoices(Told):
+class DeliveredChoices(Delivered):
     """The same of a stream whose events have choices: chats, completions, and ids.
 
     Parsers of calls hold text back, by how tokens were cut into events; log-probabilities are told at once.
@@ -210,7 +210,7 @@ class ToldChoices(Told):
         super().begin_again()
         self._ahead.clear()
 
-    def tell(self, event: bytes) -> bytes:
+    def deliver(self, event: bytes) -> bytes:
         if self.lost:
             return event
         plain = _PLAIN.match(event, max(0, event.find(_PLAIN_CHOICE)))
@@ -225,7 +225,7 @@ class ToldChoices(Told):
             return event
         changed = False
         for choice in choices_of(message):
-            changed |= self._tell(_index(choice), (), choice)
+            changed |= self._note_members(_index(choice), (), choice)
             if choice.get(_FINISH) is not None:
                 self._grow(_index(choice), (_FINISH,), [choice[_FINISH]])
         return b"data: %b\n\n" % dump_compact(message) if changed else event
@@ -265,7 +265,7 @@ class ToldChoices(Told):
         said = {name in _BESIDE for name in _SAYS if _says_anything(new.get(name))}
         return not left & said
 
-    def _tell(self, index: int, path: Path, members: dict[str, Any]) -> bool:
+    def _note_members(self, index: int, path: Path, members: dict[str, Any]) -> bool:
         """Note what an object says; return whether a member of it was put right."""
         changed = False
         if len(path) > _MOST_DEPTH:
@@ -276,10 +276,10 @@ class ToldChoices(Told):
                 continue
             place = (*path, name)
             if isinstance(value, dict):
-                changed |= self._tell(index, place, value)
+                changed |= self._note_members(index, place, value)
             elif isinstance(value, list) and _are_parts(value):
                 for part in value:
-                    changed |= self._tell(index, (*place, _index(part)), part)
+                    changed |= self._note_members(index, (*place, _index(part)), part)
             elif isinstance(value, list):
                 self._grow(index, place, list(map(_comparable, value)))
             elif isinstance(value, str) and name not in _SAID_ONCE:
@@ -294,8 +294,8 @@ class ToldChoices(Told):
         path, constant = (index, *place), _constant(place[-1], value)
         if path not in self._once:
             self._grow(index, place, [constant])
-        told: str = self._say_once(path, value)
-        return value if constant else told
+        first: str = self._say_once(path, value)
+        return value if constant else first
 
     def _leave_out(self, index: int, path: Path, members: dict[str, Any]) -> bool:
         """Take out of an object what the client has; return whether it says anything else."""
@@ -366,7 +366,7 @@ def _comparable(entry: object) -> object:
     return entry if isinstance(entry, str | int) else None
 
 
-class ToldEvents(Told):
+class DeliveredEvents(Delivered):
     """The same of a stream of named events: /v1/messages and /v1/responses.
 
     Pieces of a text are joined by the block or item that they belong to. Any other event comes once, and has
@@ -392,7 +392,7 @@ class ToldEvents(Told):
         self._again = self._again or self.repeating
         self._renamed.clear()
 
-    def tell(self, event: bytes) -> bytes:
+    def deliver(self, event: bytes) -> bytes:
         data = event_data(event)
         message = None if self.lost else decoded(data)
         if message is None:
@@ -479,8 +479,8 @@ class ToldEvents(Told):
         else:
             raise DiffersError
         self._stop_repeating(0)
-        told = self._grown.get(0, {})
-        missing = [one for one in closing if _place(one) not in told]
+        grown = self._grown.get(0, {})
+        missing = [one for one in closing if _place(one) not in grown]
         return b"".join(
             [*(_NAMED % (one["type"].encode(), dump_compact(one)) for one in missing), event]
         )
@@ -506,8 +506,8 @@ class ToldEvents(Told):
 
     def _as_begun(self, event: bytes) -> bytes:
         """Return an event with the ids and the time that the client has of this answer, and its number."""
-        for drawn, told in self._renamed.items():
-            event = event.replace(drawn, told)
+        for drawn, first in self._renamed.items():
+            event = event.replace(drawn, first)
         if self._created_at:
             event = _CREATED.sub(rb"\g<1>" + self._created_at, event)
         if self._number >= 0:

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.live.openai import told as module
-from balanceroute.proxy.live.openai.told import DiffersError, Told, ToldChoices, ToldEvents
+from balanceroute.proxy.live.openai import delivered as module
+from balanceroute.proxy.live.openai.delivered import (
+    Delivered,
+    DeliveredChoices,
+    DeliveredEvents,
+    DiffersError,
+)
 from balanceroute.proxy.wire.sse import whole_events
 
 
@@ -38,12 +43,12 @@ def named(kind: str, **members: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
-def passed(told: Told, events: Iterable[bytes], *, may_abort: bool = False) -> list[bytes]:
+def passed(sent: Delivered, events: Iterable[bytes], *, may_abort: bool = False) -> list[bytes]:
     """Return what the client gets of some events, as the readers have it."""
     got: list[bytes] = []
     for one in events:
-        new = told.leave_out(one, may_abort=may_abort) if told.repeating else one
-        got += map(told.tell, whole_events(new))
+        new = sent.leave_out(one, may_abort=may_abort) if sent.repeating else one
+        got += map(sent.deliver, whole_events(new))
     return got
 
 
@@ -71,14 +76,14 @@ TALK = [
 
 @pytest.mark.parametrize("broken", range(len(TALK) - 1))
 def test_an_answer_goes_on_wherever_it_broke(broken: int) -> None:
-    told = ToldChoices()
-    assert passed(told, TALK[:broken]) == TALK[:broken]
+    sent = DeliveredChoices()
+    assert passed(sent, TALK[:broken]) == TALK[:broken]
     for _ in range(2):
-        told.begin_again()
-        assert passed(told, TALK[:broken]) == []
-        assert not told.repeating
-    assert passed(told, TALK[broken:]) == TALK[broken:]
-    assert not told.lost
+        sent.begin_again()
+        assert passed(sent, TALK[:broken]) == []
+        assert not sent.repeating
+    assert passed(sent, TALK[broken:]) == TALK[broken:]
+    assert not sent.lost
 
 
 @pytest.mark.parametrize("name", ["content", "reasoning"])
@@ -92,17 +97,17 @@ def test_text_is_the_same_however_it_is_written(name: str, text: str) -> None:
     for first, second in itertools.product(
         (plain, loose, b"data: %b\n\n" % spelled.encode()), repeat=2
     ):
-        told = ToldChoices()
-        passed(told, [first])
-        told.begin_again()
-        assert passed(told, [second]) == []
-        assert not told.repeating
+        sent = DeliveredChoices()
+        passed(sent, [first])
+        sent.begin_again()
+        assert passed(sent, [second]) == []
+        assert not sent.repeating
 
 
 def test_events_may_be_cut_otherwise() -> None:
-    told = ToldChoices()
-    passed(told, TALK[:7])
-    told.begin_again()
+    sent = DeliveredChoices()
+    passed(sent, TALK[:7])
+    sent.begin_again()
     merged = chat(
         content="Let me see",
         tool_calls=[
@@ -115,7 +120,7 @@ def test_events_may_be_cut_otherwise() -> None:
             {"index": 1, "id": "y", "type": "function", "function": {"name": "g"}},
         ],
     )
-    got = passed(told, [OPENING, chat(reasoning="so it"), chat(reasoning=" is"), merged])
+    got = passed(sent, [OPENING, chat(reasoning="so it"), chat(reasoning=" is"), merged])
     (choice,) = choices_of(got)
     assert choice["delta"] == {
         "tool_calls": [
@@ -126,16 +131,16 @@ def test_events_may_be_cut_otherwise() -> None:
 
 
 def test_a_call_keeps_the_id_that_the_client_has() -> None:
-    told = ToldChoices()
-    passed(told, [OPENING, begun(drawn="mine"), argument("{")])
-    told.begin_again()
+    sent = DeliveredChoices()
+    passed(sent, [OPENING, begun(drawn="mine"), argument("{")])
+    sent.begin_again()
     again = [
         OPENING,
         begun(drawn="other"),
         argument("{"),
         call(id="other", function={"arguments": "}"}),
     ]
-    (choice,) = choices_of(passed(told, again))
+    (choice,) = choices_of(passed(sent, again))
     assert choice["delta"]["tool_calls"] == [
         {"index": 0, "id": "mine", "function": {"arguments": "}"}}
     ]
@@ -154,32 +159,32 @@ def test_a_call_keeps_the_id_that_the_client_has() -> None:
     ],
 )
 def test_an_answer_that_goes_on_otherwise_is_found_out(otherwise: bytes) -> None:
-    told = ToldChoices()
-    passed(told, TALK[:7])
-    told.begin_again()
-    assert passed(told, TALK[:3]) == []
+    sent = DeliveredChoices()
+    passed(sent, TALK[:7])
+    sent.begin_again()
+    assert passed(sent, TALK[:3]) == []
     with pytest.raises(DiffersError):
-        told.leave_out(otherwise)
+        sent.leave_out(otherwise)
 
 
 def test_a_choice_ends_once() -> None:
-    told = ToldChoices()
+    sent = DeliveredChoices()
     ended = chat(0, "length", content="b")
-    passed(told, [chat(0, content="a"), chat(1, content="x"), ended])
-    told.begin_again()
+    passed(sent, [chat(0, content="a"), chat(1, content="x"), ended])
+    sent.begin_again()
     rest = [chat(1, content="y"), chat(1, "length")]
-    assert passed(told, [chat(0, content="a"), chat(1, content="x"), ended, *rest]) == rest
+    assert passed(sent, [chat(0, content="a"), chat(1, content="x"), ended, *rest]) == rest
 
 
 def test_each_choice_comes_again_by_itself() -> None:
-    told = ToldChoices()
-    passed(told, [chat(0, content="a"), chat(1, content="x"), chat(1, content="y")])
-    told.begin_again()
-    assert passed(told, [chat(0, content="a")]) == []
-    assert passed(told, [chat(0, content="b")]) == [chat(0, content="b")]
-    assert told.repeating
+    sent = DeliveredChoices()
+    passed(sent, [chat(0, content="a"), chat(1, content="x"), chat(1, content="y")])
+    sent.begin_again()
+    assert passed(sent, [chat(0, content="a")]) == []
+    assert passed(sent, [chat(0, content="b")]) == [chat(0, content="b")]
+    assert sent.repeating
     with pytest.raises(DiffersError):
-        told.leave_out(chat(1, content="z"))
+        sent.leave_out(chat(1, content="z"))
 
 
 def test_lists_come_again_entry_by_entry() -> None:
@@ -191,33 +196,33 @@ def test_lists_come_again_entry_by_entry() -> None:
         choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None}
         return event(choices=[choice | {"prompt_token_ids": None, "token_ids": list(ids)}])
 
-    told = ToldChoices()
-    passed(told, [token(1, text="a"), token(2), token(3, text="bc")])
-    told.begin_again()
+    sent = DeliveredChoices()
+    passed(sent, [token(1, text="a"), token(2), token(3, text="bc")])
+    sent.begin_again()
     # Log-probabilities may differ in their last digits.
-    got = passed(told, [token(1, 2, text="a", logprob=-0.51), token(3, 4, text="bcd")])
+    got = passed(sent, [token(1, 2, text="a", logprob=-0.51), token(3, 4, text="bcd")])
     (choice,) = choices_of(got)
     assert (choice["text"], choice["token_ids"]) == ("d", [4])
     assert choice["logprobs"] == {"tokens": ["4"], "token_logprobs": [-0.5]}
-    told.begin_again()
+    sent.begin_again()
     with pytest.raises(DiffersError):
-        told.leave_out(token(1, 7, text="a"))
+        sent.leave_out(token(1, 7, text="a"))
 
 
 @pytest.mark.parametrize("unreadable", [b"data: {\n\n", b"data: 7\n\n"])
 def test_nobody_begins_again_what_nobody_could_read(unreadable: bytes) -> None:
-    for told in (ToldChoices(), ToldEvents()):
-        assert told.tell(unreadable) == unreadable
-        assert told.lost
+    for sent in (DeliveredChoices(), DeliveredEvents()):
+        assert sent.deliver(unreadable) == unreadable
+        assert sent.lost
 
 
 def test_what_is_kept_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_KEPT", 3_000)
-    told = ToldChoices()
+    sent = DeliveredChoices()
     many = [chat(content="ab") for _ in range(1_000)]
-    assert (passed(told, many), told.lost) == (many, False)
-    assert (passed(told, many), told.lost) == (many, True)
-    places = ToldChoices()
+    assert (passed(sent, many), sent.lost) == (many, False)
+    assert (passed(sent, many), sent.lost) == (many, True)
+    places = DeliveredChoices()
     passed(places, [argument("", index) for index in range(20)])
     passed(places, [argument("x", index) for index in range(60)])
     assert places.lost
@@ -227,13 +232,13 @@ def test_a_stream_that_grew_too_long_while_it_was_repeated_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_MOST_KEPT", 500)
-    told = ToldChoices()
-    passed(told, [chat(0, content="a"), chat(1, content="x")])
-    told.begin_again()
-    passed(told, [chat(0, content="a" + 400 * "b")])
-    assert told.lost
+    sent = DeliveredChoices()
+    passed(sent, [chat(0, content="a"), chat(1, content="x")])
+    sent.begin_again()
+    passed(sent, [chat(0, content="a" + 400 * "b")])
+    assert sent.lost
     with pytest.raises(DiffersError):
-        told.leave_out(chat(1, content="x"))
+        sent.leave_out(chat(1, content="x"))
 
 
 def call_with_logprobs(tokens: str, held: int, sizes: Iterable[int]) -> list[bytes]:
@@ -263,10 +268,10 @@ def test_arguments_and_log_probabilities_come_again_out_of_step(
     first = call_with_logprobs(tokens, held[0], itertools.repeat(1))
     again = call_with_logprobs(tokens, held[1], itertools.chain([3], itertools.repeat(size)))
     for broken in range(1, len(first)):
-        told = ToldChoices()
-        got = passed(told, first[:broken])
-        told.begin_again()
-        choices = choices_of(got + passed(told, again))
+        sent = DeliveredChoices()
+        got = passed(sent, first[:broken])
+        sent.begin_again()
+        choices = choices_of(got + passed(sent, again))
         parts = [part for one in choices for part in one["delta"].get("tool_calls", ())]
         assert "".join(one["function"].get("arguments", "") for one in parts) == tokens
         entries = [
@@ -277,19 +282,19 @@ def test_arguments_and_log_probabilities_come_again_out_of_step(
 
 
 def test_what_waits_has_a_limit_and_an_end() -> None:
-    told = ToldChoices()
-    passed(told, call_with_logprobs("a" * 200, 1, itertools.repeat(1))[:150])
-    told.begin_again()
+    sent = DeliveredChoices()
+    passed(sent, call_with_logprobs("a" * 200, 1, itertools.repeat(1))[:150])
+    sent.begin_again()
     # What was said of tokens never comes again.
-    assert passed(told, [OPENING, begun()]) == []
+    assert passed(sent, [OPENING, begun()]) == []
     ahead = [argument("a" * 147), *[argument("a")] * 64]
-    assert passed(told, ahead) == []
+    assert passed(sent, ahead) == []
     with pytest.raises(DiffersError):
-        told.leave_out(argument("a"))
-    told.begin_again()
-    assert passed(told, [OPENING, begun(), argument("a" * 148)]) == []
+        sent.leave_out(argument("a"))
+    sent.begin_again()
+    assert passed(sent, [OPENING, begun(), argument("a" * 148)]) == []
     with pytest.raises(DiffersError):
-        told.leave_out(chat(finish_reason="tool_calls"))
+        sent.leave_out(chat(finish_reason="tool_calls"))
 
 
 def test_values_of_an_engine_may_be_of_any_kind() -> None:
@@ -305,18 +310,18 @@ def test_values_of_an_engine_may_be_of_any_kind() -> None:
         [{"index": 0}, 3],
         {"a": {"b": ["c", None]}},
     ):
-        told = ToldChoices()
+        sent = DeliveredChoices()
         once = event(choices=[{"index": strange, "delta": {"content": "a", "x": strange}}, 3])
-        assert passed(told, [once]) == [once]
-        told.begin_again()
-        assert passed(told, [once]) == []
+        assert passed(sent, [once]) == [once]
+        sent.begin_again()
+        assert passed(sent, [once]) == []
     deep: Any = "x"
     for _ in range(100):
         deep = {"a": deep}
-    told = ToldChoices()
-    told.tell(chat(content=deep))
-    assert told.lost
-    passed(events := ToldEvents(), [named("x", item=deep)])
+    sent = DeliveredChoices()
+    sent.deliver(chat(content=deep))
+    assert sent.lost
+    passed(events := DeliveredEvents(), [named("x", item=deep)])
     assert not events.lost
 
 
@@ -352,11 +357,11 @@ def response(drawn: str, created_at: int, pieces: list[str]) -> list[bytes]:
 def test_a_response_goes_on_with_the_ids_that_the_client_has(
     broken: int, pieces: list[str]
 ) -> None:
-    told = ToldEvents()
+    sent = DeliveredEvents()
     right = response("mine", 7, ['{"a"', ": ", "1", "}"])
-    passed(told, right[:broken])
-    told.begin_again()
-    got = passed(told, response("other", 8, pieces))
+    passed(sent, right[:broken])
+    sent.begin_again()
+    got = passed(sent, response("other", 8, pieces))
     assert not any(b"resp-other" in one or b'"created_at":8' in one for one in got) or not broken
     assert not any(b"-other" in one for one in got) or broken < 3
     messages = [json.loads(one.partition(b"data: ")[2]) for one in right[:broken] + got]
@@ -392,10 +397,10 @@ def message_of(signature: str, texts: list[str]) -> list[bytes]:
 
 @pytest.mark.parametrize("broken", range(13))
 def test_a_message_goes_on_wherever_it_broke(broken: int) -> None:
-    told, right = ToldEvents(), message_of("a", ["one", " two", " three"])
-    assert passed(told, right[:broken]) == right[:broken]
-    told.begin_again()
-    got = right[:broken] + passed(told, message_of("b", ["one", " two", " three"]))
+    sent, right = DeliveredEvents(), message_of("a", ["one", " two", " three"])
+    assert passed(sent, right[:broken]) == right[:broken]
+    sent.begin_again()
+    got = right[:broken] + passed(sent, message_of("b", ["one", " two", " three"]))
     drawn = (b"signature", b"ping")
     told_of, all_of = (
         [one for one in events if not any(name in one for name in drawn)] for events in (got, right)
@@ -405,42 +410,42 @@ def test_a_message_goes_on_wherever_it_broke(broken: int) -> None:
 
 
 def test_a_block_that_is_another_one_is_found_out() -> None:
-    told, right = ToldEvents(), message_of("a", ["one"])
-    passed(told, right)
+    sent, right = DeliveredEvents(), message_of("a", ["one"])
+    passed(sent, right)
     for place, otherwise in [
         (1, named("content_block_start", index=0, content_block={"type": "text", "text": ""})),
         (2, named("message_stop", index=9)),
         (3, b"event: x\ndata: {\n\n"),
         (3, b"data: [DONE]\n\n"),
     ]:
-        told.begin_again()
-        assert passed(told, right[:place]) == []
+        sent.begin_again()
+        assert passed(sent, right[:place]) == []
         with pytest.raises(DiffersError):
-            told.leave_out(otherwise)
+            sent.leave_out(otherwise)
 
 
 def test_a_choice_that_was_told_to_end_repeats_nothing_more() -> None:
-    told = ToldChoices()
-    passed(told, [*TALK[:8], chat(1, content="Yes"), chat(2, "stop", content="No")])
-    told.begin_again()
+    sent = DeliveredChoices()
+    passed(sent, [*TALK[:8], chat(1, content="Yes"), chat(2, "stop", content="No")])
+    sent.begin_again()
     ends = [chat(index, "abort") for index in range(3)]
-    assert told.leave_out(TALK[1], may_abort=True) == b""
-    got = [told.leave_out(one, may_abort=True) for one in ends]
+    assert sent.leave_out(TALK[1], may_abort=True) == b""
+    got = [sent.leave_out(one, may_abort=True) for one in ends]
     assert got == [ends[0], ends[1], b""]  # The last one had ended.
-    assert not told.repeating
+    assert not sent.repeating
     # Whatever an engine says behind its end.
-    assert told.leave_out(chat(content="Let"), may_abort=True) == chat(content="Let")
+    assert sent.leave_out(chat(content="Let"), may_abort=True) == chat(content="Let")
 
 
 @pytest.mark.parametrize("may_abort", [False, True])
 def test_only_what_may_end_may_end_sooner(may_abort: bool) -> None:
-    told = ToldChoices()
-    passed(told, TALK[:5])
-    told.begin_again()
+    sent = DeliveredChoices()
+    passed(sent, TALK[:5])
+    sent.begin_again()
     with pytest.raises(DiffersError):
-        told.leave_out(chat(0, "stop"), may_abort=may_abort)
+        sent.leave_out(chat(0, "stop"), may_abort=may_abort)
     with pytest.raises(DiffersError):  # It is to be the same as far as it goes.
-        told.leave_out(chat(0, "abort", content="Other"), may_abort=may_abort)
+        sent.leave_out(chat(0, "abort", content="Other"), may_abort=may_abort)
 
 
 def given_up(events: list[bytes], said: int) -> list[bytes]:
@@ -471,13 +476,13 @@ def given_up(events: list[bytes], said: int) -> list[bytes]:
 def test_a_response_that_is_given_up_by_order_ends_with_what_the_client_has(
     broken: int, said: int
 ) -> None:
-    told = ToldEvents()
+    sent = DeliveredEvents()
     right = response("mine", 7, ['{"a"', ": ", "1", "}"])
-    passed(told, right[:broken])
-    told.begin_again()
+    passed(sent, right[:broken])
+    sent.begin_again()
     ends = given_up(response("other", 8, ['{"a"', ": ", "1", "}"]), said)
-    got = passed(told, ends, may_abort=True)
-    assert not told.repeating
+    got = passed(sent, ends, may_abort=True)
+    assert not sent.repeating
     assert not any(b"-other" in one for one in got)
     messages = [json.loads(one.partition(b"data: ")[2]) for one in right[:broken] + got]
     assert [one["sequence_number"] for one in messages] == list(range(len(messages)))
@@ -487,9 +492,9 @@ def test_a_response_that_is_given_up_by_order_ends_with_what_the_client_has(
     assert (arguments["arguments"], item["item"]["arguments"]) == (text, text)
     assert final["response"]["output"] == [item["item"]]
     assert item["item"]["id"] == arguments["item_id"] == "fc-mine"
-    told.begin_again()
+    sent.begin_again()
     with pytest.raises(DiffersError):  # Nobody told it to.
-        passed(told, ends)
+        passed(sent, ends)
 
 
 @pytest.mark.parametrize("said", range(1, 9))
@@ -497,22 +502,22 @@ def test_a_response_that_is_given_up_by_order_ends_with_what_the_client_has(
 def test_a_message_that_is_given_up_by_order_ends_with_what_the_client_has(
     broken: int, said: int
 ) -> None:
-    told, right = ToldEvents(), message_of("a", ["one", " two", " three"])
-    passed(told, right[:broken])
-    told.begin_again()
+    sent, right = DeliveredEvents(), message_of("a", ["one", " two", " three"])
+    passed(sent, right[:broken])
+    sent.begin_again()
     ends = given_up(message_of("b", ["one", " two", " three"]), min(said, broken - 1))
-    got = passed(told, ends, may_abort=True)
+    got = passed(sent, ends, may_abort=True)
     assert [one for one in got if b"signature" not in one] == [
         named("content_block_stop", index=int(broken > 4)),
         named("message_delta", delta={"stop_reason": None}),
         named("message_stop"),
     ]
-    assert not told.repeating
+    assert not sent.repeating
 
 
 def test_what_ends_sooner_of_itself_differs_also_if_it_may_be_given_up() -> None:
-    told, right = ToldEvents(), message_of("a", ["one", " two"])
-    passed(told, right[:8])
+    sent, right = DeliveredEvents(), message_of("a", ["one", " two"])
+    passed(sent, right[:8])
     for otherwise in (
         named("message_delta", delta={"stop_reason": "end_turn"}),
         named("response.incomplete", response={}),
@@ -520,7 +525,7 @@ def test_what_ends_sooner_of_itself_differs_also_if_it_may_be_given_up() -> None
         named("content_block_delta", index=1, delta={"type": "text_delta", "text": "two"}),
         named("message_stop"),
     ):
-        told.begin_again()
-        passed(told, right[:7])
+        sent.begin_again()
+        passed(sent, right[:7])
         with pytest.raises(DiffersError):
-            told.leave_out(otherwise, may_abort=True)
+            sent.leave_out(otherwise, may_abort=True)
