@@ -242,7 +242,7 @@ class PrefillerScraped(Struct, frozen=True):
     load: EngineLoad
 
 
-class OthersOnRank(Struct, frozen=True):
+class ForeignLoad(Struct, frozen=True):
     """A rank runs requests that this scheduler did not send there."""
 
     rank: RankId
@@ -261,7 +261,7 @@ InstanceEvent = (
     | PrefillerOpened
     | PrefillerPaired
     | PrefillerScraped
-    | OthersOnRank
+    | ForeignLoad
 )
 Event = (
     RequestArrived

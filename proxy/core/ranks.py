@@ -13,7 +13,7 @@ from balanceroute.proxy.core.errors import LifecycleError
 from balanceroute.proxy.core.events import (
     Action,
     Event,
-    OthersOnRank,
+    ForeignLoad,
     PrefillerId,
     RankId,
     RequestId,
@@ -478,7 +478,7 @@ class ForeignRequests:
         # int64[G], the slots that this scheduler's requests may have.
         self.limits: NDArray[np.int64] = np.full(ranks, _NO_LIMIT)
 
-    def update(self, event: OthersOnRank, *, batch: int, own: int, leads: bool) -> None:
+    def update(self, event: ForeignLoad, *, batch: int, own: int, leads: bool) -> None:
         """Take in what is known of a rank.
 
         Args:
@@ -576,7 +576,7 @@ class Ranks:
         """Follow what is on its way to ranks that began lately."""
         self.warm_up.saw(event, actions, self._batch.tolist())
 
-    def shared(self, event: OthersOnRank, ledger: Ledger, config: SchedulerConfig) -> None:
+    def shared(self, event: ForeignLoad, ledger: Ledger, config: SchedulerConfig) -> None:
         """Note what others have on a rank.
 
         Raises:

@@ -27,9 +27,9 @@ from balanceroute.proxy.core.events import (
     Event,
     Expire,
     FirstToken,
+    ForeignLoad,
     InstanceEvent,
     Observer,
-    OthersOnRank,
     PrefillDone,
     PrefillerClosed,
     PrefillerId,
@@ -636,7 +636,7 @@ class Scheduler:
         match event:
             case PrefillerScraped():
                 return False  # It is for the choice of prefillers, which observes.
-            case OthersOnRank():
+            case ForeignLoad():
                 ranks.shared(event, self.ledger, self.config)
                 return False
             case RankClosed(rank) | RankOpened(rank):

@@ -62,7 +62,7 @@ from balanceroute.proxy.live.scheduling.decisions import (
     StageTimes,
 )
 from balanceroute.proxy.live.scheduling.driver import Driver, UniqueTokens
-from balanceroute.proxy.live.scheduling.scraped_loads import OthersOnRanks, feed_loads
+from balanceroute.proxy.live.scheduling.scraped_loads import ForeignLoadMeter, feed_loads
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
 from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
     from balanceroute.proxy.core.rank_memory import RankMemory
     from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler
-    from balanceroute.proxy.live.predictor_state import StateKeeper
+    from balanceroute.proxy.live.predictor_state import PredictorStateFile
     from balanceroute.proxy.live.request.continued import Continued
 
 
@@ -122,7 +122,7 @@ _PAGE_BYTES = 4 << 20
 # Of each rank: four million tokens in blocks of 16.
 _RANK_BLOCKS = 1 << 18
 # Stands for the engines while there are none: the scheduler needs one of each role. Never called.
-_NOBODY = EngineUrl("http", "127.0.0.1", 9)
+_PLACEHOLDER = EngineUrl("http", "127.0.0.1", 9)
 _PULLED_LATE = (
     "a prefiller was told of KV caches that it kept no longer: their requests were called off, or they "
     "were pulled after their lease, and answers may be wrong (then --lease-s is too long)"
@@ -137,7 +137,7 @@ class Deployment:
         beside: Of another deployment of the proxy: what tenants have there counts here too.
     """
 
-    _keeper: "StateKeeper | None" = None  # Keeps what the predictor learns, if anything does.
+    _state_file: "PredictorStateFile | None" = None  # None if nothing is kept.
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Deployment:
             key=None if key is None else key.value,
             room=environment.pages,
         )
-        self.instances = Instances(*_heard_blocks(config), dp_size=config.scheduling.dp_size)
+        self.instances = Instances(*_make_blocks(config), dp_size=config.scheduling.dp_size)
         self.roster = _make_roster(
             self.instances, config, connect, self.fetcher, unix_s=environment.unix_s
         )
@@ -180,7 +180,7 @@ class Deployment:
             clock=clock,
             rng=environment.rng,
         )
-        self._others: OthersOnRanks  # What others have on the ranks.
+        self._foreign_loads: ForeignLoadMeter  # What others have on the ranks.
         self.scraper = self._make_scraper(clock)
         self.model_routes = ModelRoutes(self.instances)
         self.models = ModelList(self.instances)  # The models of its engines.
@@ -216,11 +216,11 @@ class Deployment:
         for prefill in ordered.prefillers:
             roster.enlist_prefiller(prefill)
         if not self.instances.prefillers:
-            roster.reserve_prefiller(prefill_server(_NOBODY, None, config.engines.connector))
+            roster.reserve_prefiller(prefill_server(_PLACEHOLDER, None, config.engines.connector))
         for decode in ordered.decoders:
             await roster.enlist_decoder(decode)
         if not self.instances.ranks:
-            roster.reserve_rank(DecodeServer(_NOBODY))
+            roster.reserve_rank(DecodeServer(_PLACEHOLDER))
         if (reason := config.too_long_waits) is not None:
             fields = {"reason": reason}
             _log.warning("the target of --aimd cannot be kept", extra={"fields": fields})
@@ -287,28 +287,28 @@ class Deployment:
             yield "discovery", partial(await_decoder, self.roster, server)
         if self.discovery is not None:
             yield "discovery of engines", self.discovery.run
-        if self._keeper is not None:
-            yield "predictor state", self._keeper.run
+        if self._state_file is not None:
+            yield "predictor state", self._state_file.run
         if (budget := self.driver.scheduler.intake.budget) is not None:
             yield "limit", partial(self._follow_limit, budget)
 
     async def close(self) -> None:
         self.driver.draining = True
         self.driver.shut_down()
-        if self._keeper is not None:
-            await self._keeper.close()
+        if self._state_file is not None:
+            await self._state_file.close()
         self.roster.close()
         self.fetcher.close()
 
     async def hand_over(self) -> None:
         """Leave the predictors' state to another process."""
-        if self._keeper is not None:
-            await self._keeper.close()
-            self._keeper = None
+        if self._state_file is not None:
+            await self._state_file.close()
+            self._state_file = None
 
     async def read_loads(self) -> None:
         """Have the scheduler know what others have on the ranks now: another process decided until now."""
-        self._others.forget()
+        self._foreign_loads.forget()
         await asyncio.gather(
             *(self.scraper.again(one) for one in self.roster.targets() if one.role is Role.DECODE)
         )
@@ -354,7 +354,7 @@ class Deployment:
             log_level(other_than=self.config.log.log_level),
             None if intake.budget is None else intake.budget.cap,
             intake.held,
-            self.roster.deadlines.standing(),
+            self.roster.deadlines.times(),
             tuple(self.roster.removing),
         )
 
@@ -447,7 +447,7 @@ class Deployment:
             from balanceroute.proxy.core import rank_memory  # noqa: PLC0415
 
             memory = rank_memory.RankMemory(
-                lambda: self.roster.memory.told_tokens, self.instances.rank_blocks
+                lambda: self.roster.memory.least_tokens, self.instances.rank_blocks
             )
         if local_tokens is not None:
             from balanceroute.proxy.core import local_prefill  # noqa: PLC0415
@@ -465,7 +465,7 @@ class Deployment:
         engines, environment, loop = self.config.engines, self._environment, self._loop
         connector = make_connector(engines.connector, callback=engines.metaserver_url)
         name_prompt = None
-        if self.config.hears_kv_events:
+        if self.config.follows_kv_events:
             from balanceroute.proxy.live.openai.prompt_keys import prompt_name  # noqa: PLC0415
 
             name_prompt = prompt_name
@@ -532,7 +532,7 @@ class Deployment:
         return self._environment.policy(policy)
 
     def _make_scraper(self, clock: Callable[[], float]) -> Scraper:
-        others = self._others = OthersOnRanks(
+        foreign = self._foreign_loads = ForeignLoadMeter(
             self.instances,
             lambda rank: int(self.driver.scheduler.ledger.bound[rank]),
             lambda event: self.driver.feed(event),  # noqa: PLW0108 - it is not there yet.
@@ -541,8 +541,8 @@ class Deployment:
             self.config.scrape,
             fetch=self._page,
             on_utilisation=self.roster.utilisation_changed,
-            on_gauges=partial(self._scraped, others),
-            on_failure=partial(self._scrape_failed, others),
+            on_gauges=partial(self._scraped, foreign),
+            on_failure=partial(self._scrape_failed, foreign),
             on_error=self._failures.report,
             clock=clock,
             rng=self._environment.rng,
@@ -553,16 +553,16 @@ class Deployment:
         active = make_predictor(scheduling.predictor)
         path = scheduling.predictor_state
         if path is not None:
-            from balanceroute.proxy.live.predictor_state import StateKeeper  # noqa: PLC0415
+            from balanceroute.proxy.live.predictor_state import PredictorStateFile  # noqa: PLC0415
 
-            self._keeper = StateKeeper(
+            self._state_file = PredictorStateFile(
                 path,
                 cast("Savable", active),  # The settings were checked for it.
                 metrics=self._metrics.predictors,
                 in_thread=environment.in_thread,
                 observed=lambda: self.predictors.observed,
             )
-            active = self._keeper.predictor
+            active = self._state_file.predictor
         return PredictorSet(
             named(scheduling.predictor, active),
             [named(word, make_predictor(word)) for word in scheduling.shadow_predictor],
@@ -604,21 +604,21 @@ class Deployment:
             self._suspects.group_returned(self.instances.groups.first(one))
 
     def _scraped(
-        self, others: OthersOnRanks, target: Target, gauges: EngineGauges, late_pulls: int
+        self, foreign: ForeignLoadMeter, target: Target, gauges: EngineGauges, late_pulls: int
     ) -> None:
         if late_pulls:
             self._metrics.engines.pulled_late(late_pulls)
             _log.warning(_PULLED_LATE, extra={"fields": {"url": target.url, "count": late_pulls}})
         self.roster.scraped(target, gauges)
-        others.scraped(target, gauges)
+        foreign.scraped(target, gauges)
         if (paces := self.driver.paces) is not None:
             paces.scraped(target, gauges)
         if self.config.scheduling.prefill_choice in USING_LOADS:
             feed_loads(self.instances, self.driver.feed, target, gauges)
 
-    def _scrape_failed(self, others: OthersOnRanks, target: Target, reason: str) -> None:
+    def _scrape_failed(self, foreign: ForeignLoadMeter, target: Target, reason: str) -> None:
         self._metrics.engines.scrape_failed(target)
-        others.failed(target)
+        foreign.failed(target)
         _log.debug("scrape failed", extra={"fields": {"url": target.url, "reason": reason}})
 
     def _identified(self, prefiller: Prefiller, identity: BootstrapIdentity) -> None:
@@ -651,15 +651,15 @@ async def _ranks_of(fetch: Callable[[str], Awaitable[bytes]], url: EngineUrl) ->
     return len(gauges.engines)
 
 
-def _heard_blocks(config: ProxyConfig) -> "tuple[EngineBlocks | None, EngineBlocks | None]":
+def _make_blocks(config: ProxyConfig) -> "tuple[EngineBlocks | None, EngineBlocks | None]":
     """Return what prefillers and ranks are to tell of their prefix caches; None for nothing."""
-    if not (config.hears_kv_events or config.hears_rank_kv_events):
+    if not (config.follows_kv_events or config.follows_rank_kv_events):
         return None, None
     from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks  # noqa: PLC0415
 
     tokens = config.engines.kv_block_tokens
-    prefillers = EngineBlocks(tokens) if config.hears_kv_events else None
-    if not config.hears_rank_kv_events:
+    prefillers = EngineBlocks(tokens) if config.follows_kv_events else None
+    if not config.follows_rank_kv_events:
         return prefillers, None
     texts = None if prefillers is None else prefillers.texts
     return prefillers, EngineBlocks(tokens, _RANK_BLOCKS, texts)

@@ -73,13 +73,13 @@ class Inherited:
         given = environment.pop(_GIVEN, None)
         if given is None:
             return
-        told = json.loads(given)
-        self.public = [socket.socket(fileno=one) for one in told["public"]]
-        self.admin = [socket.socket(fileno=one) for one in told["admin"]]
-        with open(told["orders"], "rb") as orders:
+        parts = json.loads(given)
+        self.public = [socket.socket(fileno=one) for one in parts["public"]]
+        self.admin = [socket.socket(fileno=one) for one in parts["admin"]]
+        with open(parts["orders"], "rb") as orders:
             self.orders = orders.read()
-        self._ready, self.led = told["ready"], told["led"]
-        for one in (*told["public"], *told["admin"], told["ready"], *_descriptors(self.led)):
+        self._ready, self.led = parts["ready"], parts["led"]
+        for one in (*parts["public"], *parts["admin"], parts["ready"], *_descriptors(self.led)):
             os.set_inheritable(one, False)
 
     def serves(self) -> None:
@@ -117,7 +117,7 @@ class Successor:
         self._serves, self._gives_up = serves, failed
         self._loop = asyncio.get_running_loop()
         self._beginning: asyncio.Task[None] | None = None
-        self._hung_up = False
+        self._sighup = False
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: int | None = None
         self._late: asyncio.TimerHandle | None = None
@@ -136,7 +136,7 @@ class Successor:
         elif not self._public():
             _log.warning("a new version cannot take over now: nothing is accepted at present")
         else:
-            self._hung_up = False
+            self._sighup = False
             self._beginning = self._loop.create_task(self._begin())
 
     @property
@@ -162,7 +162,7 @@ class Successor:
 
     def send(self, number: signal.Signals) -> None:
         """Pass a signal on to it, if it has taken over; SIGHUP as soon as it has."""
-        self._hung_up |= number == signal.SIGHUP and self._starting
+        self._sighup |= number == signal.SIGHUP and self._starting
         if self.took_over is not None:
             self.took_over.send_signal(number)
 
@@ -200,7 +200,7 @@ class Successor:
         if os.read(self._ready, len(_READY)) == _READY:
             self._over()
             _log.info("a new version serves: this one lets its connections end")
-            if self._hung_up:  # It may have read the files before they changed.
+            if self._sighup:  # It may have read the files before they changed.
                 self.send(signal.SIGHUP)
             self._serves()
         else:

@@ -48,7 +48,9 @@ class Http3Listener:
         self._cert, self._key = cert, key
         self._configuration = _configuration(cert, key, inf)
         self._priorities = Priorities(
-            standing_of, lambda value: _level([(b"priority", value)]), settings.http3_hard_deadlines
+            priority_of,
+            lambda value: _level([(b"priority", value)]),
+            settings.http3_hard_deadlines,
         )
         self._endpoints: list[QuicEndpoint] = []
         self._transports: list[asyncio.DatagramTransport] = []
@@ -132,7 +134,7 @@ def _place(host: str, port: int) -> dict[str, Any]:
     return {"sock": one}
 
 
-def standing_of(headers: Headers, now_s: float) -> StreamStanding:
+def priority_of(headers: Headers, now_s: float) -> StreamStanding:
     """Return how a request's answer is to be sent, by its own word; what cannot be read is ignored."""
 
     def due_s(name: bytes) -> float:

@@ -217,8 +217,8 @@ class Choices:
         picked = self._picked(rank, selection, asked)
         if prefiller is None:
             return picked
-        told = (_PREFILLER, endpoint_of(prefiller))
-        return structs.replace(picked, headers=(told, *picked.headers))
+        header = (_PREFILLER, endpoint_of(prefiller))
+        return structs.replace(picked, headers=(header, *picked.headers))
 
     def _any(self, allowed: Eligible | None) -> Picked:
         """Choose for a request that is no generation: the open rank with the fewest requests."""
@@ -239,24 +239,22 @@ class Choices:
     ) -> Picked:
         """Return an engine, and others that may do the same if it refuses."""
         endpoints = [endpoint_of(engine)]
-        told: tuple[tuple[str, str], ...] = ()
+        headers: tuple[tuple[str, str], ...] = ()
         if isinstance(engine, Rank):
-            others: Iterator[Prefiller | Rank] = (
-                one for _, one in self._open_ranks(asked.eligible)
-            )
+            more: Iterator[Prefiller | Rank] = (one for _, one in self._open_ranks(asked.eligible))
             if engine.header is not None:
                 # By its address alone another rank would be asked for the same number.
-                told, others = ((_DP_RANK, engine.header.decode()),), iter(())
+                headers, more = ((_DP_RANK, engine.header.decode()),), iter(())
         else:
             group = self._group(asked.model)
-            others = (
+            more = (
                 one
                 for one in group.instances.prefillers
                 if one.open and (asked.eligible is None or one.id in asked.eligible.prefillers)
             )
-        endpoints += [place for one in others if (place := endpoint_of(one)) != endpoints[0]]
+        endpoints += [place for one in more if (place := endpoint_of(one)) != endpoints[0]]
         found = tuple(dict.fromkeys(endpoints))[: 1 + self._settings.pick_fallbacks]
-        return Picked(found, told, selection, is_prefill)
+        return Picked(found, headers, selection, is_prefill)
 
     def _open_ranks(self, allowed: Eligible | None) -> list[tuple[int, Rank]]:
         """Return the open ranks and how many requests each has, the emptiest first."""
@@ -569,19 +567,19 @@ async def _next(messages: AsyncIterator[Any], closing: asyncio.Future[None]) -> 
 
 def _hints(metadata: Mapping[str, struct_pb2.Struct], headers: Headers) -> frozenset[str] | None:
     """Return the only endpoints that a gateway allows, as it tells in either way; None for all."""
-    told: list[str] = []
+    hints: list[str] = []
     # Without the key it tells of nothing; to ask for one that is not there makes it.
     if _HINTS in metadata and _SUBSET in metadata[_HINTS].fields:
         value = metadata[_HINTS].fields[_SUBSET]
         if value.WhichOneof("kind") == "list_value":
-            told = [one.string_value for one in value.list_value.values]
+            hints = [one.string_value for one in value.list_value.values]
         else:
-            told = value.string_value.split(",")
+            hints = value.string_value.split(",")
     elif (given := first_value(headers, _SUBSET.encode())) is not None:
-        told = given.decode("latin-1").split(",")
+        hints = given.decode("latin-1").split(",")
     else:
         return None
-    return frozenset(one.strip() for one in told)
+    return frozenset(one.strip() for one in hints)
 
 
 def _served(metadata: Mapping[str, struct_pb2.Struct]) -> str:
@@ -724,10 +722,10 @@ class Picker(rpc.ExternalProcessorServicer):  # type: ignore[misc]
 
     async def _watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         del context
-        told = -1
+        last = -1
         while True:
             state = self._state(request.value)
-            if state != told:
-                told = state
+            if state != last:
+                last = state
                 yield wrappers_pb2.Int32Value(value=state)
             await asyncio.sleep(_WATCH_S)

@@ -79,7 +79,7 @@ class PredictorSet:
         self._metrics = metrics
         self._on_failure = on_failure
         self._stopwatch = stopwatch
-        # Predictions and seconds of the questions since `tell_refreshes`.
+        # Predictions and seconds of the questions since `report_refreshes`.
         self._refreshes: list[tuple[int, float]] = []
         self._board = Scoreboard(
             1 + len(shadows), horizon_steps=horizon_steps, observe_error=metrics.error
@@ -89,7 +89,7 @@ class PredictorSet:
         self._scores_of = (-1, 0)  # Rows judged and shadows failed when `_scores` was made.
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
-        self._tell(lambda predictor: predictor.begin(request, features))
+        self._for_each(lambda predictor: predictor.begin(request, features))
 
     def survival(
         self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
@@ -105,7 +105,7 @@ class PredictorSet:
         self._refreshes.append((len(requests), self._stopwatch() - begin_s))
         return answer
 
-    def tell_refreshes(self) -> None:
+    def report_refreshes(self) -> None:
         """Tell the metrics what `survival` was asked since the last time, outside of the decision."""
         refreshes, self._refreshes = self._refreshes, []
         for count, seconds in refreshes:
@@ -117,14 +117,14 @@ class PredictorSet:
         if by_itself and 0 < output_tokens <= MAX_OUTPUT_TOKENS:
             self._board.ended(request, output_tokens)
             self.observed += 1
-            self._tell(lambda predictor: predictor.observe(request, output_tokens))
+            self._for_each(lambda predictor: predictor.observe(request, output_tokens))
         else:
             self._board.cut_off(request, output_tokens)
-            self._tell(lambda predictor: predictor.forget(request))
+            self._for_each(lambda predictor: predictor.forget(request))
 
     def score(self, requests: Iterable[RequestId], age_of: Callable[[RequestId], int]) -> None:
         """Judge what has come true, and ask all predictors about some of the active requests."""
-        self.tell_refreshes()
+        self.report_refreshes()
         begin_s = self._stopwatch()
         # Another part of them each time, in turn.
         waiting = sorted(requests)
@@ -183,15 +183,15 @@ class PredictorSet:
         self.active.failed = True
         self._on_failure("predictor", error)
 
-    def _tell(self, tell: Callable[[Predictor], None]) -> None:
+    def _for_each(self, call: Callable[[Predictor], None]) -> None:
         try:
-            tell(self.active.predictor)
+            call(self.active.predictor)
         except Exception as error:
             self._active_failed(error)
         for shadow in self._shadows:
             if not shadow.failed:
                 try:
-                    tell(shadow.predictor)
+                    call(shadow.predictor)
                 except Exception:
                     self._give_up(shadow)
 

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 SAVE_INTERVAL_S = 60.0
 
 
-class StateKeeper:
+class PredictorStateFile:
     """Keeps what a predictor learns in a file.
 
     A file that cannot be used never stops the proxy: the predictor begins afresh, the log says why,

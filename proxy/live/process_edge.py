@@ -101,12 +101,12 @@ class Signals:
     Attributes:
         stop: Set by the first.
         now: Set by the second.
-        told: Called with each of them.
+        on_signal: Called with each of them.
     """
 
     def __init__(self, on_hangup: Callable[[], None]) -> None:
         self.stop, self.now = asyncio.Event(), asyncio.Event()
-        self.told: Callable[[signal.Signals], None] = lambda number: None
+        self.on_signal: Callable[[signal.Signals], None] = lambda number: None
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, number)
@@ -116,11 +116,11 @@ class Signals:
         self._loop.add_signal_handler(signal.SIGHUP, call)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        self.told(number)
+        self.on_signal(number)
         (self.now if self.stop.is_set() else self.stop).set()
 
 
-async def serve_until_told(proxy: Proxy, watch: DescriptorWatch, signals: Signals) -> None:
+async def serve_until_signal(proxy: Proxy, watch: DescriptorWatch, signals: Signals) -> None:
     """Serve until a signal, drain until all is over or another one, and close."""
     await until(signals.stop, (proxy.watch(), watch.run()))
     _log.info("draining")
@@ -135,10 +135,10 @@ async def until(event: asyncio.Event, works: tuple[Coroutine[None, None, None], 
     A proxy that no longer looks after its engines and listeners must not go on.
     """
     tasks = [asyncio.create_task(one) for one in (event.wait(), *works)]
-    done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in others:
+    done, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in unfinished:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*unfinished, return_exceptions=True)
     for task in done:
         task.result()
 

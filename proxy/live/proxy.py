@@ -162,7 +162,7 @@ class Proxy:
         Raises:
             ConfigError: A decode server answers, but does not tell its ranks, or an address cannot be bound.
         """
-        self._tell_idle()
+        self._warn_idle()
         for deployment in self.deployments.values():
             await deployment.start()
         # Before any task is begun, which would have to be ended if it fails.
@@ -178,7 +178,7 @@ class Proxy:
         if self._scaling is not None:
             self._own_tasks.append(self._task("scaling", self._scaling.run))
 
-    def _tell_idle(self) -> None:
+    def _warn_idle(self) -> None:
         """Warn of settings that do nothing, of which the log does not tell yet."""
         configs = [
             replace(one.config, credentials=self._credentials) for one in self.deployments.values()
@@ -369,7 +369,7 @@ class Proxy:
         states = self.snapshots(requests=requests)
         more: dict[str, object] = {}
         if self.leadership is not None:
-            more["leader"] = self.leadership.standing()
+            more["leader"] = self.leadership.state()
         if self._scaling is not None:
             more["scaling"] = self._scaling.rows()
         return more | ({"state": states[DEFAULT]} if DEFAULT in states else {"groups": states})
@@ -433,7 +433,7 @@ class Proxy:
         redact_too(credentials.secrets)
         self._use(credentials)
         self._credentials = credentials
-        self._tell_idle()
+        self._warn_idle()
         return {"api_keys": len(credentials.api_keys), "tenants": len(credentials.tenants)}
 
     def reload(self) -> dict[str, object]:
@@ -491,7 +491,7 @@ class Proxy:
             deployment.driver.hold(held=True)
             deployment.ordered()
         self.deployments[config.name] = deployment
-        self._tell_idle()
+        self._warn_idle()
         self._groups.add(_group(config.name, deployment))
         self._begin(config.name)
 
@@ -552,7 +552,7 @@ class Proxy:
 
         signals = ScalingSignals(
             self._groups,
-            kv_tokens=lambda name: self.deployments[name].roster.memory.told_tokens,
+            kv_tokens=lambda name: self.deployments[name].roster.memory.least_tokens,
             clock=asyncio.get_running_loop().time,
         )
         self.metrics.collect_from(signals)

@@ -173,7 +173,7 @@ class BalanceRouter(RequestRouter):
     def _follow(self) -> None:
         replicas = {_name(one): one.max_ongoing_requests for one in self._replicas.values()}
         self._choices.replicas(replicas)
-        self._stats = {name: told for name, told in self._stats.items() if name in replicas}
+        self._stats = {name: stats for name, stats in self._stats.items() if name in replicas}
         self._decide()
 
     def _settled(self, future: "asyncio.Future[Any]") -> None:
@@ -220,10 +220,10 @@ class BalanceRouter(RequestRouter):
         """Read what replicas have made, give up what nobody ends, and decide."""
         self._timer = None
         for replica in self._replicas.values():
-            told = replica.routing_stats
-            if told and told is not self._stats.get(_name(replica)):
-                self._stats[_name(replica)] = told
-                made = told.get(OUTPUT_TOKENS)
+            stats = replica.routing_stats
+            if stats and stats is not self._stats.get(_name(replica)):
+                self._stats[_name(replica)] = stats
+                made = stats.get(OUTPUT_TOKENS)
                 if isinstance(made, int | float) and 0 <= made <= _MOST_MADE:
                     self._choices.output(_name(replica), made)
         now_s = self._clock()

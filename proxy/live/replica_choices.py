@@ -106,7 +106,7 @@ class _Progress(Struct):
     rank: RankId
     begin: float  # Rounds of its rank when it began; negative if nobody counted them.
     begin_s: float
-    told: int = 0  # Tokens of which the scheduler knows.
+    reported: int = 0  # Tokens of which the scheduler knows.
 
 
 class ReplicaChoices:
@@ -283,7 +283,7 @@ class ReplicaChoices:
                 continue
             tokens = int(pace.rounds_at(now_s) - max(0.0, progress.begin))
             most = self.scheduler.requests[request].ticket.max_tokens
-            more = min(tokens, most or tokens) - progress.told
+            more = min(tokens, most or tokens) - progress.reported
             if more > 0:
-                progress.told += more
+                progress.reported += more
                 self.feed(TokensEmitted(request, more), now_ns)

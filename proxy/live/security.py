@@ -73,8 +73,8 @@ class Credentials:
 
     @property
     def secrets(self) -> list[Secret]:
-        others = (self.engine_key, self.admin_token)
-        return [*self.api_keys, *self.select_keys, *(one for one in others if one is not None)]
+        single = (self.engine_key, self.admin_token)
+        return [*self.api_keys, *self.select_keys, *(one for one in single if one is not None)]
 
 
 def bearer_token(headers: Headers) -> bytes:
@@ -120,8 +120,8 @@ def read_secret(path: Path) -> Secret:
     Raises:
         ConfigError: As for `read_secrets`, or it holds several.
     """
-    secret, *others = read_secrets(path)
-    if others:
+    secret, *more = read_secrets(path)
+    if more:
         raise ConfigError(f"is {path}: the file holds several keys, must hold one")
     return secret
 

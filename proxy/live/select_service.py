@@ -278,8 +278,8 @@ class SelectService:
             if engine.open
         ]
         shared = {"enabled": False, "total_hit_blocks": 0, "ranges": [], "error": None}
-        told = {"block_size": size, "num_blocks": hashes, "workers": rows, "shared_cache": shared}
-        _send(reply, 200, told)
+        body = {"block_size": size, "num_blocks": hashes, "workers": rows, "shared_cache": shared}
+        _send(reply, 200, body)
 
     def _cached(self, group: Group, asked: _Prompt) -> dict[PrefillerId, int] | None:
         """Return what each prefiller should have of a prompt; None if nobody follows that."""
@@ -433,10 +433,10 @@ class SelectService:
             finally:
                 reply.on_closed = None
 
-        def hung_up() -> None:
+        def caller_left() -> None:
             found.cancel()
 
-        reply.on_closed = hung_up
+        reply.on_closed = caller_left
         task = asyncio.get_running_loop().create_task(answer())
         self._waits.add(task)
         task.add_done_callback(self._waits.discard)
@@ -450,9 +450,9 @@ class SelectService:
         return found
 
     def _prefill_complete(self, name: str, request: HttpRequest, reply: Reply) -> None:
-        told = _read(request, _PREFILLED, may_be_empty=True)
+        body = _read(request, _PREFILLED, may_be_empty=True)
         found = self._find(name)
-        found.prefilled(told.isl_tokens)
+        found.prefilled(body.isl_tokens)
 
         async def choose() -> None:
             rank = await found.rank()
@@ -461,9 +461,9 @@ class SelectService:
         self._wait(found, reply, choose())
 
     def _output_block(self, name: str, request: HttpRequest, reply: Reply) -> None:
-        told = _read(request, _MADE, may_be_empty=True)
+        body = _read(request, _MADE, may_be_empty=True)
         found = self._find(name)
-        tokens = told.output_tokens
+        tokens = body.output_tokens
         if tokens is None:
             tokens = (self._blocks.get(found, 0) + 1) * BLOCK_TOKENS
         if not found.emitted(tokens):
@@ -472,12 +472,12 @@ class SelectService:
         _send(reply, 200, {"status": "ok"})
 
     def _end(self, name: str, request: HttpRequest, reply: Reply) -> None:
-        told = _read(request, _ENDED, may_be_empty=True)
+        body = _read(request, _ENDED, may_be_empty=True)
         found = self._find(name)
-        if told.failed is None:
-            found.ended(told.output_tokens)
+        if body.failed is None:
+            found.ended(body.output_tokens)
         else:
-            found.failed(told.failed)
+            found.failed(body.failed)
         _send(reply, 200, {"status": "ok"})
 
     # Engines by what callers call them.

@@ -37,7 +37,7 @@ from balanceroute.proxy.live.request.phases import (
     STREAMING,
     Phase,
 )
-from balanceroute.proxy.live.request.session import NOTHING, Attempt, Holding, Session
+from balanceroute.proxy.live.request.session import NO_WORK, Attempt, Session, Work
 from balanceroute.proxy.live.request.shared import KvHandle, LegSucceeded, PromptCounted, Report
 from balanceroute.proxy.live.scheduling.driver import Arrival, Driver
 from balanceroute.proxy.live.scheduling.scraped_loads import RankPaces
@@ -135,42 +135,42 @@ class Selection:
 
     def prefilled(self, prompt_tokens: int | None = None) -> bool:
         """Note that its prefill has ended, of so many tokens if that is known: it waits for a rank."""
-        return self._tell(lambda session: session.prefill_ended(prompt_tokens))
+        return self._call(lambda session: session.prefill_ended(prompt_tokens))
 
     def prefill_answered(self) -> bool:
         """Note that the prefiller has answered, and whoever is to ask for the rank knows."""
-        return self._tell(lambda session: session.prefill_answered())
+        return self._call(lambda session: session.prefill_answered())
 
     def revise(self, max_tokens: int | None, expected_tokens: int | None) -> bool:
         """Note how long an answer may be, and is expected to be, unless its prefill has ended."""
-        return self._tell(lambda session: session.revised(max_tokens, expected_tokens))
+        return self._call(lambda session: session.revised(max_tokens, expected_tokens))
 
     def began(self) -> bool:
         """Note that its rank has its KV cache, and makes tokens."""
-        return self._tell(lambda session: session.decode_began(heard=True))
+        return self._call(lambda session: session.decode_began(seen=True))
 
     def emitted(self, tokens: int) -> bool:
         """Note that its rank has made so many tokens, of all sequences, in place of what counters tell."""
-        return self._tell(lambda session: session.told(tokens))
+        return self._call(lambda session: session.progressed(tokens))
 
     def ended(self, output_tokens: int | None = None) -> bool:
         """Note that its answer is complete, of so many tokens if that is known."""
-        return self._tell(lambda session: session.decode_ended(output_tokens))
+        return self._call(lambda session: session.decode_ended(output_tokens))
 
     def failed(self, reason: str) -> bool:
         """Note that an engine failed it, or nobody knows what became of it."""
-        return self._tell(lambda session: session.went_wrong(reason))
+        return self._call(lambda session: session.went_wrong(reason))
 
     def cancel(self) -> bool:
         """Note that its client left."""
-        return self._tell(lambda session: session.client_gone())
+        return self._call(lambda session: session.client_gone())
 
     @property
     def over(self) -> bool:
         """Whether nothing more comes of it."""
         return self._over is None
 
-    def _tell(self, what: "Callable[[Reservation], bool]") -> bool:
+    def _call(self, what: "Callable[[Reservation], bool]") -> bool:
         session = self.session
         if session is None:
             return False
@@ -232,14 +232,14 @@ class Selection:
 class _Elsewhere(Attempt):
     """A leg that somebody else has with an engine."""
 
-    __slots__ = ("_paces", "_rank", "_since", "told")
+    __slots__ = ("_paces", "_rank", "_since", "reported")
 
     def __init__(
         self, session: "Reservation", leg: Leg, engine: Prefiller | Rank, paces: RankPaces
     ) -> None:
         super().__init__(session, leg, engine)
         self.posted_s = session.context.clock()
-        self.told: int | None = None  # Tokens that the caller told of.
+        self.reported: int | None = None  # Tokens that the caller told of.
         self._paces = paces
         self._rank = engine if isinstance(engine, Rank) else None
         self._since: float | None = None  # What the rank had done when it began.
@@ -250,8 +250,8 @@ class _Elsewhere(Attempt):
 
     @property
     def tokens(self) -> int | None:
-        if self._rank is None or self.told is not None:
-            return self.told
+        if self._rank is None or self.reported is not None:
+            return self.reported
         if self._since is None:
             return 0
         shape = self._session.shape
@@ -312,13 +312,13 @@ class Reservation(Session):
 
     @property
     def _leg(self) -> _Elsewhere:
-        assert isinstance(self.held, _Elsewhere), f"an engine has it in {self.phase.name}"
-        return self.held
+        assert isinstance(self.work, _Elsewhere), f"an engine has it in {self.phase.name}"
+        return self.work
 
-    def _enter(self, phase: Phase, held: Holding = NOTHING) -> None:
+    def _enter(self, phase: Phase, work: Work = NO_WORK) -> None:
         if phase is ENDED:
-            self.record.output_tokens = self.record.output_tokens or self.held.tokens or 0
-        super()._enter(phase, held)
+            self.record.output_tokens = self.record.output_tokens or self.work.tokens or 0
+        super()._enter(phase, work)
 
     # What the driver says.
 
@@ -350,7 +350,7 @@ class Reservation(Session):
             if not claimed and now_s > self.pooled_s + legs.first_token_timeout_s:
                 self._unclaimed()
             elif claimed and phase is DECODING and self._begins(now_s):
-                self.decode_began(heard=False)
+                self.decode_began(seen=False)
         elif phase is STREAMING:
             if now_s > self._began_s + legs.answer_timeout_s:
                 self.went_wrong(f"nobody ended it within {legs.answer_timeout_s:g} s")
@@ -436,28 +436,28 @@ class Reservation(Session):
         )
         return True
 
-    def decode_began(self, *, heard: bool) -> bool:
+    def decode_began(self, *, seen: bool) -> bool:
         if self.phase is not DECODING:
             return False
         now_s = self._began_s = self.context.clock()
         self._leg.begin()
-        self._enter(STREAMING, self.held)
+        self._enter(STREAMING, self.work)
         self.kv = None
         implied: list[Report] = []
-        if heard:
+        if seen:
             self.record.first_token_ns = round(now_s * 1e9)
             implied.append(LegSucceeded(self._leg.engine.target))
-        self.host.feed(events.DecodeStarted(self.number, heard=heard), *implied)
+        self.host.feed(events.DecodeStarted(self.number, heard=seen), *implied)
         return True
 
-    def told(self, tokens: int) -> bool:
+    def progressed(self, tokens: int) -> bool:
         if self.phase is DECODING:
-            self.decode_began(heard=True)
+            self.decode_began(seen=True)
         if self.phase is not STREAMING:
             return False
         shape = self.shape
         most = tokens if shape.max_tokens is None else shape.max_tokens * shape.sequences
-        self._leg.told = max(self._leg.told or 0, min(tokens, most))
+        self._leg.reported = max(self._leg.reported or 0, min(tokens, most))
         self._began_s = self.context.clock()  # Of the time limit of an answer.
         return True
 

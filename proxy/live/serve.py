@@ -21,7 +21,7 @@ from balanceroute.proxy.live.process_edge import (
     Signals,
     equip,
     make_environment,
-    serve_until_told,
+    serve_until_signal,
     settle_memory,
 )
 from balanceroute.proxy.live.proxy import Proxy
@@ -91,7 +91,7 @@ class ServeCommand:
     read_credentials: Callable[[], Credentials]
     make_group: Callable[[Mapping[str, object]], GroupConfig] | None = None  # See `Environment`.
     # Settings that were not given, and are as the engines tell, by name.
-    told: Mapping[str, object] = field(default_factory=dict)
+    from_engines: Mapping[str, object] = field(default_factory=dict)
 
 
 def serve(config: ProxyConfig, command: ServeCommand) -> int:
@@ -150,13 +150,13 @@ async def _serve(config: ProxyConfig, command: ServeCommand) -> subprocess.Popen
             for one in inherited.admin:
                 one.close()
         signals.on_hangup(on_hangup)
-        signals.told = successor.send
+        signals.on_signal = successor.send
         _await_successor(proxy, command, successor)
         settle_memory()
         _announce(proxy, command, descriptors, native=pump is not None)
         await proxy.succeed()
         inherited.serves()
-        await serve_until_told(proxy, watch, signals)
+        await serve_until_signal(proxy, watch, signals)
         successor.stop()
         if successor.took_over is not None:
             hold_signals()
@@ -205,8 +205,8 @@ def _stay(reason: str) -> None:
 
 
 def _announce(proxy: Proxy, command: ServeCommand, descriptors: int, *, native: bool) -> None:
-    if command.told:
-        _log.info("settings are as the engines tell", extra={"fields": dict(command.told)})
+    if command.from_engines:
+        _log.info("settings are as the engines tell", extra={"fields": dict(command.from_engines)})
     config = proxy.config
     admin_port = None if proxy.admin is None else proxy.admin.port
     announce(config, proxy.server.port, admin_port)

@@ -140,14 +140,14 @@ class UnitMetrics(Collector):
         for group in self._groups:
             gauges = self._gauges(group.name)
             for rank in group.intake.instances.ranks:
-                told, target = gauges.get(rank.target), rank.target
-                if told is not None:
-                    sizes[target] = _Size(told.kv_tokens, told.block_tokens, told.max_adapters)
+                page, target = gauges.get(rank.target), rank.target
+                if page is not None:
+                    sizes[target] = _Size(page.kv_tokens, page.block_tokens, page.max_adapters)
                 elif target in self._sizes:
                     sizes.setdefault(target, self._sizes[target])
                 if rank.usable:
                     size = sizes[target].tokens if target in sizes else None
-                    shares.append((_share(group, rank, told, size), size))
+                    shares.append((_share(group, rank, page, size), size))
         self._sizes = sizes
         blocks = [size.block_tokens for size in sizes.values() if size.block_tokens]
         self._block_tokens = min(blocks, default=self._block_tokens)
@@ -174,9 +174,9 @@ class UnitMetrics(Collector):
                     names[requests[number].state in _WAITING].add(name)
         if not served:
             return {}
-        told = [size.max_adapters for size in self._sizes.values() if size.max_adapters]
+        limits = [size.max_adapters for size in self._sizes.values() if size.max_adapters]
         return {
-            "max_lora": str(min(told, default=len(served))),
+            "max_lora": str(min(limits, default=len(served))),
             "running_lora_adapters": _listed(names[False]),
             "waiting_lora_adapters": _listed(names[True]),
         }
@@ -189,9 +189,9 @@ def _counts(group: Group) -> tuple[int, int]:
     return waiting, len(scheduler.requests) + alone.in_flight
 
 
-def _share(group: Group, rank: Rank, told: EngineGauges | None, tokens: int | None) -> float:
+def _share(group: Group, rank: Rank, page: EngineGauges | None, tokens: int | None) -> float:
     """Return how full a rank's KV cache is, 0 to 1; by its slots if nothing else is known."""
-    load = None if told is None else load_of(rank, told)
+    load = None if page is None else load_of(rank, page)
     if load is not None:
         return load.kv_usage
     scheduler = group.intake.scheduler

@@ -19,7 +19,7 @@ from balanceroute.proxy.core.setting import Setting, settings_of
 from balanceroute.proxy.live import select_service
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.live.leader.leadership import LeaderMetrics, Standing
+from balanceroute.proxy.live.leader.leadership import LeaderMetrics, LeaderState
 from balanceroute.proxy.live.openai.routes import CONTROL, ROUTES, Handling, Media, Route
 from balanceroute.proxy.live.request.failures import RULES
 from balanceroute.proxy.live.scaling import OfLoads
@@ -124,7 +124,7 @@ def full_page() -> bytes:
     counts = Http3Counts(0, 0, {"crowd": 0}, "rr", {"usual": 0}, 0, 0)
     metrics.collect_from(Http3Metrics(lambda: counts))
     metrics.collect_from(OfLoads({"": LoadFollower()}))
-    metrics.collect_from(LeaderMetrics(lambda: Standing(False, "", "", 0, 0, 0, 0.0)))
+    metrics.collect_from(LeaderMetrics(lambda: LeaderState(False, "", "", 0, 0, 0, 0.0)))
     metrics.tenants.names = {"t"}
     metrics.aliases.worth = {"a": AliasWorth(1.0, 1.0, {("any", "g"): 1.0})}
     record = RequestRecord(

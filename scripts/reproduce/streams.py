@@ -28,7 +28,7 @@ from balanceroute.proxy.lab.model_choice.environment import (
     paper_scenario,
 )
 from balanceroute.proxy.lab.model_choice.training import Trainer
-from balanceroute.proxy.live.http3_listener import Http3Listener, standing_of
+from balanceroute.proxy.live.http3_listener import Http3Listener, priority_of
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.model_choice import ArrivalRate, GroupOutlook, ModelChoice, Static
 from balanceroute.proxy.wire.http1.server import Server
@@ -185,7 +185,7 @@ async def over_http3(loop: VirtualLoop, order: str, play: Play) -> list[float]:
     listener = Http3Listener(settings, cert, play.folder / "key.pem")
     await listener.start(server.service, server.addresses)
     endpoint = Http3Endpoint(
-        "localhost", server.port, trust=Trust(str(cert)), order=order, standing=standing_of
+        "localhost", server.port, trust=Trust(str(cert)), order=order, standing=priority_of
     )
     first, sent = Exchange(0, loop), list[Exchange]()
     endpoint.request(b"POST", b"/", [], b"", first)  # Opens the connection.

@@ -586,7 +586,7 @@ def test_serve_takes_what_engines_tell_and_says_so(
         assert capsys.readouterr().out == "the engines tell: --connector mooncake --batch 24\n"
     found = [(one.engines.connector, one.scheduling.batch) for one, _ in served[:3]]
     assert found == [("mooncake", 24), ("mooncake", 7), ("nixl", 7)]
-    told = [dict(command.told) for _, command in served[:3]]
+    told = [dict(command.from_engines) for _, command in served[:3]]
     assert told == [{"connector": "mooncake", "batch": 24}, {"connector": "mooncake"}, {}]
     assert served[0][0].prefillers[0].bootstrap == EngineUrl("http", "127.0.0.1", 8998)
 
@@ -604,7 +604,7 @@ def test_serve_takes_the_slots_of_engines_that_refuse_more(
 
     asyncio.run(play())
     assert served[0][0].scheduling.batch == 16
-    assert served[0][1].told == {"connector": "nixl", "batch": 16}
+    assert served[0][1].from_engines == {"connector": "nixl", "batch": 16}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import OthersOnRank, RankId, RequestId
+from balanceroute.proxy.core.events import ForeignLoad, RankId, RequestId
 from balanceroute.proxy.core.ranks import Ledger, Ranks, own_limit
 
 BATCH = 64
@@ -50,7 +50,7 @@ def test_what_others_have_counts_until_it_is_gone() -> None:
     ledger.bind(RequestId(0), RankId(1), 100)
     before = ranks.fleet(ledger, config, 0)
     assert before.others_kv_tokens is None
-    ranks.shared(OthersOnRank(RankId(1), 4, 300), ledger, config)
+    ranks.shared(ForeignLoad(RankId(1), 4, 300), ledger, config)
     fleet = ranks.fleet(ledger, config, 0)
     assert fleet.loads.tolist() == [0, 400]
     assert fleet.bound.tolist() == [0, 5]
@@ -60,7 +60,7 @@ def test_what_others_have_counts_until_it_is_gone() -> None:
     ranks.reconfigure(SchedulerConfig(3, 8, rank_kv_tokens=1_000))
     ledger = Ledger(3)
     assert ranks.fleet(ledger, config, 0).free_slots.tolist() == [8, 3, 8]
-    ranks.shared(OthersOnRank(RankId(1), 0, 0), ledger, config)
+    ranks.shared(ForeignLoad(RankId(1), 0, 0), ledger, config)
     assert ranks.foreign is None
     assert np.array_equal(ranks.fleet(ledger, config, 0).free_slots, [8, 8, 8])
 
@@ -68,14 +68,14 @@ def test_what_others_have_counts_until_it_is_gone() -> None:
 def test_each_rank_is_shared_by_its_own_batch() -> None:
     config = SchedulerConfig(2, 9, rank_batch_limits=(9, 4))
     ledger, ranks = Ledger(2), Ranks(config)
-    ranks.shared(OthersOnRank(RankId(1), 4, 0), ledger, config)
+    ranks.shared(ForeignLoad(RankId(1), 4, 0), ledger, config)
     assert ranks.free_slots(ledger, 0).tolist() == [9, 1]
 
 
 def test_an_unknown_rank_is_refused() -> None:
     config = SchedulerConfig(2, 1)
     with pytest.raises(LifecycleError, match="rank 2 is unknown"):
-        Ranks(config).shared(OthersOnRank(RankId(2), 1, 0), Ledger(2), config)
+        Ranks(config).shared(ForeignLoad(RankId(2), 1, 0), Ledger(2), config)
 
 
 def test_who_leads_takes_what_is_free_and_no_more() -> None:
@@ -84,5 +84,5 @@ def test_who_leads_takes_what_is_free_and_no_more() -> None:
     ledger.bind(RequestId(0), RankId(0), 100)
     for others, free in ((2, [6, 2]), (4, [4, 0]), (9, [0, 0]), (20, [0, 0]), (0, [8, 4])):
         for rank in (0, 1):
-            ranks.shared(OthersOnRank(RankId(rank), others, 0), ledger, config)
+            ranks.shared(ForeignLoad(RankId(rank), others, 0), ledger, config)
         assert ranks.free_slots(ledger, 0).tolist() == free

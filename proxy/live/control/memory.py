@@ -26,28 +26,28 @@ class KvCapacity:
             share. None if none says.
         tokens: KV tokens that fit on each rank: what is given, or the least that an engine says. None
             for no limit.
-        told_tokens: The least that a rank's engine says; if none says, what is given. It limits nothing.
+        least_tokens: The least that a rank's engine says; if none says, what is given. It limits nothing.
     """
 
     def __init__(
         self, given: int | None, *, used: bool, prefiller_share: float | None = None
     ) -> None:
-        self.tokens = self.told_tokens = given
+        self.tokens = self.least_tokens = given
         self.prefiller_tokens: int | None = None
         self._prefiller_share = prefiller_share
         self._given = given
         self._used = used and given is None
-        self._told: dict[Target, int] = {}
+        self._sizes: dict[Target, int] = {}
         self._warned: set[Target] = set()
         self._settled_s = -_MORE_S
         self._new = self._less = False
 
     def scraped(self, target: Target, gauges: EngineGauges) -> None:
         """Take in what an engine says; see `settle`."""
-        tokens, before = gauges.kv_tokens, self._told.get(target)
+        tokens, before = gauges.kv_tokens, self._sizes.get(target)
         if tokens is None or tokens == before:
             return
-        self._told[target] = tokens
+        self._sizes[target] = tokens
         self._new, self._less = True, self._less or before is None or tokens < before
         too_much = self._given is not None and self._given > tokens
         if too_much and target.role is Role.DECODE and target not in self._warned:
@@ -66,12 +66,12 @@ class KvCapacity:
 
     def settle(self, is_there: Callable[[Target], bool]) -> bool:
         """Find what fits by what the engines that are there told; return whether that has changed."""
-        self._told = {one: size for one, size in self._told.items() if is_there(one)}
+        self._sizes = {one: size for one, size in self._sizes.items() if is_there(one)}
         self._warned = set(filter(is_there, self._warned))
         before = self.tokens, self.prefiller_tokens
-        self.told_tokens = self._least(Role.DECODE, self.told_tokens)
+        self.least_tokens = self._least(Role.DECODE, self.least_tokens)
         if self._used:
-            self.tokens = self.told_tokens
+            self.tokens = self.least_tokens
         if self._prefiller_share is not None:
             least = self._least(Role.PREFILL, None)
             share = None if least is None else max(1, int(self._prefiller_share * least))
@@ -81,7 +81,7 @@ class KvCapacity:
         return (self.tokens, self.prefiller_tokens) != before
 
     def _least(self, role: Role, unknown: int | None) -> int | None:
-        return min((size for one, size in self._told.items() if one.role is role), default=unknown)
+        return min((size for one, size in self._sizes.items() if one.role is role), default=unknown)
 
 
 # The slots of the decode ranks: what the settings say, and what the engines' metrics show.
@@ -112,10 +112,10 @@ class RankSlots:
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._seen: dict[Target, _Seen] = {}
-        self._told: set[Target] = set()
+        self._warned: set[Target] = set()
 
     def scraped(self, target: Target, gauges: EngineGauges) -> None:
-        if target.role is not Role.DECODE or target in self._told:
+        if target.role is not Role.DECODE or target in self._warned:
             return
         full = gauges.waiting >= 1.0 and 0.0 < gauges.running < self._batch
         if not full or gauges.kv_cache_usage > _FULL:
@@ -126,7 +126,7 @@ class RankSlots:
         scrapes = before.scrapes + 1 if before is not None and same else 1
         self._seen[target] = _Seen(gauges.running, scrapes)
         if scrapes >= _SCRAPES:
-            self._told.add(target)
+            self._warned.add(target)
             del self._seen[target]
             fields = {"url": target.url, "batch": self._batch, "running": gauges.running}
             _log.warning(_MESSAGE, extra={"fields": fields | {"waiting": gauges.waiting}})

@@ -69,13 +69,13 @@ class DrainDeadlines:
         if found is not None:
             found[1].cancel()
 
-    def standing(self) -> tuple[tuple[Target, float], ...]:
+    def times(self) -> tuple[tuple[Target, float], ...]:
         """Return each engine and the Unix time of its deadline."""
         return tuple((target, unix_s) for target, (unix_s, _) in self._at.items())
 
-    def restore(self, standing: Iterable[tuple[Target, float]]) -> None:
+    def restore(self, times: Iterable[tuple[Target, float]]) -> None:
         """Set those that another process had: one that has passed meanwhile comes soon."""
-        for target, unix_s in standing:
+        for target, unix_s in times:
             self.set(target, min(max(unix_s - self._unix_s(), _TAKEN_OVER_S), _LONGEST_S))
 
     def close(self) -> None:
@@ -280,7 +280,7 @@ class Roster:
                 count = await self._discover(server.url)
             except FetchError as error:
                 if error.fault is Fault.PROTOCOL:
-                    raise _untold(server.url, error) from None
+                    raise _undiscovered(server.url, error) from None
                 fields = {"url": server.url.base, "reason": str(error)}
                 _log.warning("its ranks are asked for until it answers", extra={"fields": fields})
                 self.silent.append(server)
@@ -325,12 +325,12 @@ class Roster:
         """
         address = EngineUrl.parse(addition.url)
         target = Target(addition.role, address.base)
-        untold = addition.ranks is None and addition.bootstrap is None and address.rank is None
-        if untold and target.role is Role.DECODE and not self.instances.has(target):
+        discovers = addition.ranks is None and addition.bootstrap is None and address.rank is None
+        if discovers and target.role is Role.DECODE and not self.instances.has(target):
             try:
                 ranks = await self._discover(address)
             except FetchError as error:
-                raise _untold(address, error) from None
+                raise _undiscovered(address, error) from None
             addition = replace(addition, ranks=ranks, asked=True)
         (reason,) = self.add_all([addition])
         if reason is not None:
@@ -543,7 +543,7 @@ class Roster:
         if note_sleep(self.instances, target, asleep=gauges.asleep):
             self._changed_itself(target)
         if target.role is Role.DECODE:
-            self.instances.groups.told(target, gauges.engines)
+            self.instances.groups.scraped(target, gauges.engines)
         self._slots.scraped(target, gauges)
         self.memory.scraped(target, gauges)
         if self.memory.is_due(asyncio.get_running_loop().time()) and self.memory.settle(
@@ -644,7 +644,7 @@ def _note(word: str, target: Target) -> None:
     _log.info("instance %s", word, extra={"fields": fields})
 
 
-def _untold(url: EngineUrl, error: FetchError) -> ConfigError:
+def _undiscovered(url: EngineUrl, error: FetchError) -> ConfigError:
     return ConfigError(f"{url.base}: cannot discover its ranks: {error}")
 
 

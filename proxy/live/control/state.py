@@ -139,7 +139,7 @@ def instance_rows(
                 "still": [part.name for part in live if isinstance(part, Rank) and part.still],
                 "in_flight": in_flight,
                 "drained": status is Status.DRAINING and in_flight == 0,
-                **roster.pairing.told(target),
+                **roster.pairing.state_of(target),
             }
         )
     return rows
@@ -167,7 +167,7 @@ def _ranks(
 ) -> list[RankState]:
     scheduler = driver.scheduler
     ledger, free_slots = scheduler.ledger, scheduler.free_slots()
-    speeds, others = scheduler.ranks.speeds(scheduler.config), scheduler.ranks.foreign
+    speeds, foreign = scheduler.ranks.speeds(scheduler.config), scheduler.ranks.foreign
     blocks, counted = driver.instances.rank_blocks, frozenset(at_barrier)
     return [
         RankState(
@@ -179,7 +179,7 @@ def _ranks(
             bound=int(ledger.bound[rank.id]),
             started=int(ledger.started[rank.id]),
             free_slots=int(free_slots[rank.id]),
-            others=0 if others is None else int(others.slots[rank.id]),
+            others=0 if foreign is None else int(foreign.slots[rank.id]),
             speed=1.0 if speeds is None else float(speeds[rank.id]),
             quarantine=quarantines.get(rank.target, NO_QUARANTINE),
             url=rank.target.url,

@@ -112,7 +112,7 @@ class Slices:
             self._by_slice[name] = engines
         for pod, one in before:
             self._by_pod[pod].pop((name, one.target), None)
-        for pod, one in sorted(engines, key=lambda told: _news(told[1])):
+        for pod, one in sorted(engines, key=lambda one: _news(one[1])):
             self._by_pod[pod][name, one.target] = one
         for pod in dict.fromkeys(pod for pod, _ in (*before, *engines)):
             said = sorted(self._by_pod[pod].values(), key=_news)
@@ -380,15 +380,15 @@ class KubernetesSlices:
         self._api, self._rng = api, rng
         self._backoff_s = _BACKOFF_S[0]
 
-    async def run(self, tell: "Callable[[View], None]") -> None:
+    async def run(self, report: "Callable[[View], None]") -> None:
         """List, then watch, and tell all engines after each change."""
         try:
             while True:
                 try:
                     if not self._slices.version:
                         await self._list()
-                        tell(self._slices.view())
-                    if not await self._watch(tell):
+                        report(self._slices.view())
+                    if not await self._watch(report):
                         await self._wait()  # A server that ends each watch at once.
                 except ExpiredError as error:
                     _log.debug("listed again", extra={"fields": {"reason": str(error)}})
@@ -425,7 +425,7 @@ class KubernetesSlices:
                 raise WatchError(f"no list of EndpointSlices: {error!r}") from None
         self._slices.replace(pages)
 
-    async def _watch(self, tell: "Callable[[View], None]") -> bool:
+    async def _watch(self, report: "Callable[[View], None]") -> bool:
         """Take changes until the server ends the watch; return whether it was one of some length."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
@@ -449,7 +449,7 @@ class KubernetesSlices:
                     # What has come together is one reading.
                     if changed and not stream.waiting:
                         changed = False
-                        tell(self._slices.view())
+                        report(self._slices.view())
                     self._backoff_s = _BACKOFF_S[0]
                 _check(stream.status, b"")
         except TimeoutError:
@@ -459,7 +459,7 @@ class KubernetesSlices:
         finally:
             call.abort()
             if changed:  # A line behind it could not be used.
-                tell(self._slices.view())
+                report(self._slices.view())
         if clock() - began_s < _SHORT_S:
             return False
         self._backoff_s = _BACKOFF_S[0]

@@ -80,14 +80,14 @@ class Reconciler:
         # Removed by an administrator, and found still.
         self._dismissed: set[Target] = set()
         self._left_out = 0
-        self._told = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for place, source in enumerate(self._sources):
-                tasks.create_task(source.run(partial(self._tell, place)))
+                tasks.create_task(source.run(partial(self._report, place)))
             while True:
-                self._told.clear()
+                self._changed.clear()
                 for found in self.step():
                     self._asking.add(found.target)
                     self._early.add(found.target)
@@ -95,7 +95,7 @@ class Reconciler:
                 await asyncio.sleep(_PAUSE_S)
                 try:
                     async with asyncio.timeout(_STEP_S):
-                        await self._told.wait()
+                        await self._changed.wait()
                 except TimeoutError:
                     continue
 
@@ -160,8 +160,8 @@ class Reconciler:
         left_out = max(0, len(all_of) - self._limit)
         if left_out:
             kept = {target: found for target, found in all_of.items() if target in self.owned}
-            others = (one for one in all_of.items() if one[0] not in kept)
-            all_of = kept | dict(islice(others, max(0, self._limit - len(kept))))
+            more = (one for one in all_of.items() if one[0] not in kept)
+            all_of = kept | dict(islice(more, max(0, self._limit - len(kept))))
         if bool(left_out) != bool(self._left_out):
             fields = {"discover_limit": self._limit, "left_out": left_out}
             message = "more engines are found than --discover-limit allows: some are left out"
@@ -172,10 +172,10 @@ class Reconciler:
         self._left_out = left_out
         return all_of
 
-    def _tell(self, place: int, view: "View") -> None:
+    def _report(self, place: int, view: "View") -> None:
         if view is not self._views[place]:  # Else nothing has changed.
             self._views[place] = view
-            self._told.set()
+            self._changed.set()
 
     async def _look_for(self, found: "Found") -> None:
         """Ask an engine, in its turn, and have it added if it answers."""
@@ -200,7 +200,7 @@ class Reconciler:
         if target in self._early:
             self._early.discard(target)
             if not self._early:
-                self._told.set()
+                self._changed.set()
 
     def _take(self, found: "Found", question: "asyncio.Task[int | None]") -> None:
         # Not raised here: the error would refer to this frame, and that to the question, which has it.
@@ -226,17 +226,17 @@ class Reconciler:
         if self._early and self._clock() - self._answered_s < _PATIENCE_S:
             return
         answered, self._answered = self._answered, {}
-        self._add({one: told for one, told in answered.items() if _is_usable(view.get(one))})
+        self._add({one: found for one, found in answered.items() if _is_usable(view.get(one))})
 
-    def _add(self, told: "Mapping[Target, tuple[Found, int | None]]") -> None:
-        if not told:
+    def _add(self, answered: "Mapping[Target, tuple[Found, int | None]]") -> None:
+        if not answered:
             return
-        new = told.keys() - self.owned
+        new = answered.keys() - self.owned
         # Before they are added: with that they are kept as found.
-        self.owned |= told.keys()
-        self.leaving -= told.keys()
-        additions = [_addition(found, ranks) for found, ranks in told.values()]
-        for target, error in zip(told, self._engines.add_all(additions), strict=True):
+        self.owned |= answered.keys()
+        self.leaving -= answered.keys()
+        additions = [_addition(found, ranks) for found, ranks in answered.values()]
+        for target, error in zip(answered, self._engines.add_all(additions), strict=True):
             if error is None:
                 self._tried_s.pop(target, None)
                 continue
@@ -292,7 +292,7 @@ View = Mapping[Target, Found]
 class DiscoverySource(Protocol):
     """Where engines are found."""
 
-    async def run(self, tell: Callable[[View], None]) -> None:
+    async def run(self, report: Callable[[View], None]) -> None:
         """Tell all engines whenever they may have changed. What cannot be read tells nothing.
 
         The same object means that nothing has changed; what was told is not changed afterwards.

@@ -52,7 +52,7 @@ class DnsName:
         self._resolve = resolve or _addresses
         self._failing = False
 
-    async def run(self, tell: Callable[[View], None]) -> None:
+    async def run(self, report: Callable[[View], None]) -> None:
         while True:
             try:
                 addresses = await self._resolve(self._host, self._port)
@@ -63,7 +63,7 @@ class DnsName:
                 self._failing = True
             else:
                 self._failing = False
-                tell(self._view(addresses))
+                report(self._view(addresses))
             await asyncio.sleep(self._interval_s)
 
     def _view(self, addresses: list[str]) -> View:
@@ -90,13 +90,13 @@ class WatchedFile:
         hears: Whether KV cache events of prefillers are followed at all.
     """
 
-    def __init__(self, path: Path, *, interval_s: float, hears: bool = True) -> None:
+    def __init__(self, path: Path, *, interval_s: float, follows: bool = True) -> None:
         self._path, self._interval_s = path, interval_s
         self._reason = ""
-        self._unheard = not hears  # Until it is logged.
+        self._ignores_events = not follows  # Until it is logged.
         self._last: tuple[bytes, View] = b"", {}  # What was read, and what it told.
 
-    async def run(self, tell: Callable[[View], None]) -> None:
+    async def run(self, report: Callable[[View], None]) -> None:
         while True:
             try:
                 view = self._read()
@@ -104,8 +104,8 @@ class WatchedFile:
                 self._log_once(str(error))
             else:
                 self._log_once("")
-                self._log_unheard(view)
-                tell(view)
+                self._log_ignored_events(view)
+                report(view)
             await asyncio.sleep(self._interval_s)
 
     def _read(self) -> View:
@@ -123,9 +123,9 @@ class WatchedFile:
             _log.warning("the file of engines cannot be read", extra={"fields": fields})
         self._reason = reason
 
-    def _log_unheard(self, view: View) -> None:
-        if self._unheard and any(found.kv_events for found in view.values()):
-            self._unheard = False
+    def _log_ignored_events(self, view: View) -> None:
+        if self._ignores_events and any(found.kv_events for found in view.values()):
+            self._ignores_events = False
             needed = "needs --prefill-choice prefix-aware and --kv-events-port"
             fields = {"file": str(self._path), "reason": needed}
             _log.warning(
@@ -191,7 +191,7 @@ def make_reconciler(
     present = roster.targets()
     return Reconciler(
         roster,
-        make_sources(settings, rng, hears=roster.instances.engine_blocks is not None),
+        make_sources(settings, rng, follows=roster.instances.engine_blocks is not None),
         ask=ask,
         hold_s=settings.discover_hold_s,
         limit=settings.discover_limit,
@@ -202,17 +202,17 @@ def make_reconciler(
 
 
 def make_sources(
-    settings: DiscoverySettings, rng: random.Random, *, hears: bool
+    settings: DiscoverySettings, rng: random.Random, *, follows: bool
 ) -> list[DiscoverySource]:
-    return [_make(one, settings, rng, hears=hears) for one in settings.discover]
+    return [_make(one, settings, rng, follows=follows) for one in settings.discover]
 
 
 def _make(
-    source: EngineSource, settings: DiscoverySettings, rng: random.Random, *, hears: bool
+    source: EngineSource, settings: DiscoverySettings, rng: random.Random, *, follows: bool
 ) -> DiscoverySource:
     if source.kind == "file":
         interval_s = settings.discover_interval_s
-        return WatchedFile(Path(source.place), interval_s=interval_s, hears=hears)
+        return WatchedFile(Path(source.place), interval_s=interval_s, follows=follows)
     if source.kind == "dns":
         assert source.role is not None
         url = EngineUrl.parse(f"http://{source.place}")

@@ -412,7 +412,7 @@ class DpGroups:
         self._numbers: dict[Target, frozenset[str]] = {}
         self._learned: dict[RankId, int] = {}  # The first rank of the group of each.
 
-    def told(self, target: Target, numbers: frozenset[str]) -> None:
+    def scraped(self, target: Target, numbers: frozenset[str]) -> None:
         """Take in which ranks a decode server says it has, by their numbers in its group."""
         if self._size is None and self._numbers.get(target) != numbers:
             self._numbers[target] = numbers
@@ -589,12 +589,12 @@ class KvTransfers:
 
     def _outweighs(self, one: Target, other: Target) -> bool:
         """Return whether an instance is at fault rather than the other of its pair."""
-        weight, others_weight = self._weight(one), self._weight(other)
+        weight, other_weight = self._weight(one), self._weight(other)
         if weight[1] < self._enough:
             return False
-        if weight == others_weight:
+        if weight == other_weight:
             return self._gets_on(other, other_than=one)
-        return weight > others_weight
+        return weight > other_weight
 
     def _weight(self, target: Target) -> tuple[int, int]:
         """Return with how many others an instance failed, and how many requests."""

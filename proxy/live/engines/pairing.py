@@ -148,7 +148,7 @@ class Pairing:
         for one in self._instances.of(target):
             one.asked = False
 
-    def told(self, target: Target) -> dict[str, object]:
+    def state_of(self, target: Target) -> dict[str, object]:
         """Return an engine's version, if it tells one, why it fits no other, and doubts, if any."""
         facts, parts = self.facts.get(target, _NOTHING), self._instances.of(target)
         unfit = next((one.unfit for one in parts if one.unfit), "")
@@ -167,21 +167,21 @@ class Pairing:
         prefillers = _present(self._instances.prefillers)
         ranks = _present(self._instances.ranks)
         present = {one.target for one in prefillers} | {one.target for one in ranks}
-        self.facts = {target: told for target, told in self.facts.items() if target in present}
+        self.facts = {target: kind for target, kind in self.facts.items() if target in present}
         feeders, takers = self._alike(prefillers), self._alike(ranks)
-        up = {told for told, alike in takers.items() if _is_any_up(alike)}
+        up = {kind for kind, alike in takers.items() if _is_any_up(alike)}
         why_not: dict[EngineFacts, str] = {}
         fed: set[EngineFacts] = set()
         refusals: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
-        for told, alike in feeders.items():
-            refused = {other: why for other in takers if (why := self._refusal(told, other))}
+        for kind, alike in feeders.items():
+            refused = {other: why for other in takers if (why := self._refusal(kind, other))}
             able = takers.keys() - refused.keys()
             for other, why in refused.items():
                 why_not.setdefault(other, why)
                 sides = refusals.setdefault(why, ({}, {}))
                 sides[0].update(dict.fromkeys(one.name for one in alike))
                 sides[1].update(dict.fromkeys(one.name for one in takers[other]))
-            self._tell(told, alike, [one.id for other in able for one in takers[other]], refused)
+            self._pair(kind, alike, [one.id for other in able for one in takers[other]], refused)
             reason = "" if up & able or not up else next(iter(refused.values()))
             for prefiller in alike:
                 prefiller.unfit = reason
@@ -192,31 +192,31 @@ class Pairing:
             reason = why_not.get(other, "") if some_up and other not in fed else ""
             for rank in group:
                 rank.unfit = reason
-        self._ranks = {told: self._ranks[told] for told in feeders}
+        self._ranks = {kind: self._ranks[kind] for kind in feeders}
         self._refusals = {why: (list(one), list(two)) for why, (one, two) in refusals.items()}
 
     def _alike(self, instances: Sequence[_One]) -> dict[EngineFacts, list[_One]]:
         """Return the instances by what they tell; those of too many kinds tell nothing."""
         alike: dict[EngineFacts, list[_One]] = {}
         for one in instances:
-            told = self.facts.get(one.target, _NOTHING)
-            if told not in alike and len(alike) >= _MOST_KINDS:
-                told = _NOTHING
-            alike.setdefault(told, []).append(one)
+            kind = self.facts.get(one.target, _NOTHING)
+            if kind not in alike and len(alike) >= _MOST_KINDS:
+                kind = _NOTHING
+            alike.setdefault(kind, []).append(one)
         return alike
 
-    def _tell(
+    def _pair(
         self,
-        told: EngineFacts,
+        kind: EngineFacts,
         alike: Sequence[Prefiller],
         able: Sequence[RankId],
         refused: Mapping[EngineFacts, str],
     ) -> None:
         """Tell the ranks of prefillers, where they are others than before."""
         ranks = frozenset(able) if refused else None
-        if ranks == self._ranks.get(told):
-            ranks = self._ranks.get(told)  # The same object, which is compared at once.
-        self._ranks[told] = ranks
+        if ranks == self._ranks.get(kind):
+            ranks = self._ranks.get(kind)  # The same object, which is compared at once.
+        self._ranks[kind] = ranks
         for prefiller in alike:
             if prefiller.ranks is not ranks and prefiller.ranks != ranks:
                 self._paired(PrefillerPaired(prefiller.id, ranks))
@@ -334,8 +334,8 @@ def _is_any_up(instances: Sequence[Prefiller | Rank]) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown, others = ", ".join(names[:_MOST_NAMES]), len(names) - _MOST_NAMES
-    return f"{shown} and {others} others" if others > 0 else shown
+    shown, more = ", ".join(names[:_MOST_NAMES]), len(names) - _MOST_NAMES
+    return f"{shown} and {more} others" if more > 0 else shown
 
 
 def _present(instances: Sequence[_One]) -> list[_One]:

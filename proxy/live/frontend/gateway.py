@@ -108,10 +108,10 @@ def read_at_once(data: bytes) -> RequestBody | BodyError:
     try:
         return RequestBody(data)
     except BodyError as error:
-        return _told(error)
+        return _untraced(error)
 
 
-def _told(error: BodyError) -> BodyError:
+def _untraced(error: BodyError) -> BodyError:
     """Return an error that is handed on: its traceback would keep the body, and frames that keep it."""
     error.__context__ = None
     return error.with_traceback(None)
@@ -144,7 +144,7 @@ class BodyQueue:
         except StopIteration as end:
             result = end.value
         except BodyError as error:
-            result = _told(error)
+            result = _untraced(error)
         else:
             self._queue.append((reading, waiting, done))
             if not self._scheduled:
@@ -455,7 +455,7 @@ class Gateway:
         if refusal is not None:
             self.refusals.limit(reply, record, refusal)
             return
-        self.refusals.tell_allowances(reply, record)
+        self.refusals.add_allowances(reply, record)
         group.pass_through(request, reply, lines, record, among)
 
     def _generate(self, request: HttpRequest, reply: Reply, record: RequestRecord) -> None:
@@ -595,7 +595,7 @@ class Gateway:
         )
         if record.superseded:  # Refused, and another group was asked.
             return
-        self.refusals.tell_allowances(asking.reply, record)
+        self.refusals.add_allowances(asking.reply, record)
         if record.alias:
             asking.reply.more_headers.append((MODEL_HEADER, shape.model.encode()))
 

@@ -209,12 +209,12 @@ class Refusals:
         self.refuse(reply, record, 502, REASON, for_good=True)
 
     def limit(self, reply: Reply, record: RequestRecord, refusal: Refusal) -> None:
-        self.tell_allowances(reply, record)
+        self.add_allowances(reply, record)
         record.refused_for = refusal.cause
         retry_s = refusal.retry_after_s
         self.refuse(reply, record, refusal.status, refusal.reason, retry_s=retry_s)
 
-    def tell_allowances(self, reply: Reply, record: RequestRecord) -> None:
+    def add_allowances(self, reply: Reply, record: RequestRecord) -> None:
         """Have the answer say what is left of a tenant's rates."""
         allowances = self._allowances(record.tenant)
         reply.more_headers = allowance_headers(allowances) if allowances else []

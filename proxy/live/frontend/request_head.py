@@ -204,9 +204,9 @@ class Clients:
         self.has_keys = bool(api_keys or tenants)
         self._api_keys = api_keys
         self._owners = {digest: one for one in tenants for digest in one.digests}
-        self._others = next((one for one in tenants if one.default), None)
+        self._default = next((one for one in tenants if one.default), None)
         if not tenants:
-            self._others = everybody
+            self._default = everybody
 
     def find(self, headers: Headers) -> Tenant | None:
         """Return whose request it is that has these headers; None if nobody may send it.
@@ -215,19 +215,19 @@ class Clients:
         once; those that are given must be of one tenant.
         """
         if not self.has_keys:
-            return self._others
+            return self._default
         given = given_keys(headers)
         if not given:
-            return None if self._api_keys else self._others
-        found, *others = [self._owner(key) for key in given]
-        return found if all(one is found for one in others) else None
+            return None if self._api_keys else self._default
+        found, *rest = [self._owner(key) for key in given]
+        return found if all(one is found for one in rest) else None
 
     def _owner(self, key: bytes) -> Tenant | None:
         if self._owners:
             owner = self._owners.get(digest_of(key))
             if owner is not None:
                 return owner
-        return self._others if matches_any(self._api_keys, key) else None
+        return self._default if matches_any(self._api_keys, key) else None
 
 
 def refuse_model(tenant: Tenant, model: str) -> tuple[int, str] | None:

@@ -146,12 +146,12 @@ class KubernetesLease:
 
     def _wait_s(self, spec: Mapping[str, Any]) -> float:
         """Return for how long a Lease must not have changed; its holder may have another setting."""
-        told = spec.get("leaseDurationSeconds")
-        if told is None:
+        lease_s = spec.get("leaseDurationSeconds")
+        if lease_s is None:
             return self._duration_s
-        if not isinstance(told, int) or isinstance(told, bool):
+        if not isinstance(lease_s, int) or isinstance(lease_s, bool):
             return LONGEST_S
-        return max(self._duration_s, min(told, LONGEST_S))
+        return max(self._duration_s, min(lease_s, LONGEST_S))
 
     async def _take(
         self, lease: Mapping[str, Any], spec: Mapping[str, Any], *, created: bool
@@ -175,8 +175,8 @@ class KubernetesLease:
             "leaseTransitions": _turn(spec),
         }
         written = await self._send(b"POST" if created else b"PUT", lease, spec, write)
-        told = _spec(written)
-        if told.get("holderIdentity") != self.name or told.get("renewTime") != time:
+        answer = _spec(written)
+        if answer.get("holderIdentity") != self.name or answer.get("renewTime") != time:
             raise LeaderError("the answer to a write is another Lease than the one written")
         _version(written)  # The next write names it.
         self._own = written

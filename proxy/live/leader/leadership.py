@@ -98,7 +98,7 @@ class Followed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LeaderState:
     """How this process stands, for people and metrics."""
 
     leads: bool
@@ -348,8 +348,8 @@ class Leadership:
         """Whether this process may decide now."""
         return not self.forbids()
 
-    def standing(self) -> Standing:
-        return Standing(
+    def state(self) -> LeaderState:
+        return LeaderState(
             self.leads,
             self._leader,
             self._office.place,
@@ -361,7 +361,7 @@ class Leadership:
 
     @property
     def metrics(self) -> "LeaderMetrics":
-        return LeaderMetrics(self.standing)
+        return LeaderMetrics(self.state)
 
     def _fields(self) -> dict[str, object]:
         return {"name": self._office.name, "place": self._office.place}
@@ -370,11 +370,11 @@ class Leadership:
 class LeaderMetrics(Collector):
     """Exports how this process stands."""
 
-    def __init__(self, standing: Callable[[], Standing]) -> None:
-        self._standing = standing
+    def __init__(self, state: Callable[[], LeaderState]) -> None:
+        self._state = state
 
     def collect(self) -> Iterator[Metric]:
-        now = self._standing()
+        now = self._state()
         yield GaugeMetricFamily(
             "balanceroute_leader", "Whether the proxy leads its replicas.", int(now.leads)
         )

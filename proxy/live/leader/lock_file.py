@@ -56,7 +56,7 @@ class LockFile:
         self._busy = self._closes = False  # Whether a thread uses it, which is to close it.
         self._leads = False
         self._writes = 0
-        self._told: str | OSError = ""
+        self._result: str | OSError = ""
 
     @property
     def place(self) -> str:
@@ -65,16 +65,16 @@ class LockFile:
     async def claim(self, *, leads: bool) -> str:
         """Lead, or go on leading, if that may be; return who leads. See `Office.claim`."""
         self._leads = leads
-        return await self._told_by(self._attempt)
+        return await self._run(self._attempt)
 
     async def look(self) -> str:
         """Return what the leader wrote last if that is this process; see `Office.look`."""
-        words = await self._told_by(self._read)
+        words = await self._run(self._read)
         return words if words.split(" ")[0] == self.name else ""
 
     async def release(self) -> None:
         """Give it up, for all that have it from one another."""
-        await self._told_by(self._unlock)
+        await self._run(self._unlock)
 
     def bequest(self) -> dict[str, object]:
         self.kin = True
@@ -98,24 +98,24 @@ class LockFile:
         self._close()
         return ""
 
-    async def _told_by(self, work: Callable[[], str]) -> str:
+    async def _run(self, work: Callable[[], str]) -> str:
         """Return what is told by work that may wait for a disk. Raises LeaderError."""
         if self._busy:
             # An NFS may wait for its server for hours; the thread is there until then.
             raise LeaderError("the file system has not answered yet")
         self._busy = True
         await self._in_thread(lambda: self._do(work))
-        if isinstance(self._told, OSError):
-            raise LeaderError(str(self._told)) from None
-        return self._told
+        if isinstance(self._result, OSError):
+            raise LeaderError(str(self._result)) from None
+        return self._result
 
     def _do(self, work: Callable[[], str]) -> None:
         try:
-            self._told = work()
+            self._result = work()
         except OSError as error:
             if not self._leads:  # Else it may be free before the term ends.
                 self._close()
-            self._told = error
+            self._result = error
         finally:
             with self._guard:
                 self._busy = False

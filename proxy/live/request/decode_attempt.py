@@ -81,7 +81,7 @@ _MOST_RECOMPUTES = 32
 # Many steps.
 _STILL_S = 1.0
 # Looks that see a stream move, from which on it tells when its rank stands still.
-_TELLING = 3
+_LEAST_MOVES = 3
 # Of what an engine reports.
 _MOST_WORDS = 200
 
@@ -263,7 +263,7 @@ class DecodeAttempt(Attempt):
                 reason += ": the rank did not call the proxy back"
         blamed = None
         if self._remote is not None and self._remote.target is not None:
-            blamed, session.hung = self._remote.target, self._remote.prefiller
+            blamed, session.silent_prefiller = self._remote.target, self._remote.prefiller
         session.failed(self, Failure(What.TIMED_OUT, Fault.TIMEOUT, reason, blamed=blamed))
 
     def _may_leave(self, now_s: float) -> bool:
@@ -286,12 +286,12 @@ class DecodeAttempt(Attempt):
         if last_s > before_s:
             self._seen_s = last_s
             self._moves += 1
-            tells = self._moves > 1 and not session.shape.holds_back
-            return Sighting(rank.id, True, 0, last_s - before_s if tells else 0.0)
+            judged = self._moves > 1 and not session.shape.holds_back
+            return Sighting(rank.id, True, 0, last_s - before_s if judged else 0.0)
         # Of one that has just begun nobody knows whether its engine sends more than its end.
-        tells = self._moves >= _TELLING and not session.shape.holds_back
+        judged = self._moves >= _LEAST_MOVES and not session.shape.holds_back
         return Sighting(
-            rank.id, False, int(tells and not (session.answer.is_paused or self.complete))
+            rank.id, False, int(judged and not (session.answer.is_paused or self.complete))
         )
 
     def resume(self) -> None:

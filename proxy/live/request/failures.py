@@ -60,7 +60,7 @@ class What(Enum):
 class Blame(Enum):
     """Which check counts it against an engine."""
 
-    NOBODY = "none"
+    NONE = "none"
     ENGINE = "health checks"
     PULL = "KV transfers"
 
@@ -72,7 +72,7 @@ class Next(Enum):
     OTHER_PREFILLER = "another prefiller"
     OTHER_RANK = "another rank, the same KV cache"
     NEW_KV = "prefilled again"
-    OTHERS_KV = "prefilled again, by another prefiller"
+    NEW_KV_ELSEWHERE = "prefilled again, by another prefiller"
     CONTINUE = "prefilled again with what was emitted, and continued by another rank"
     FAIL = "an error"
 
@@ -119,40 +119,40 @@ class Rule:
 
 
 RULES = {
-    (Leg.PREFILL, What.REFUSED): Rule(Blame.NOBODY, False, Next.RELAY),
-    (Leg.PREFILL, What.NO_ROUTE): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
-    (Leg.PREFILL, What.BUSY): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
-    (Leg.PREFILL, What.UNAVAILABLE): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.REFUSED): Rule(Blame.NONE, False, Next.RELAY),
+    (Leg.PREFILL, What.NO_ROUTE): Rule(Blame.NONE, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.BUSY): Rule(Blame.NONE, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.UNAVAILABLE): Rule(Blame.NONE, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.SERVER_ERROR): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.NO_ANSWER): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.UNREADABLE): Rule(Blame.ENGINE, True, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.ABORTED): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
-    (Leg.PREFILL, What.NO_KV): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.NO_KV): Rule(Blame.NONE, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.BROKEN): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.TIMED_OUT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
-    (Leg.DECODE, What.REFUSED): Rule(Blame.NOBODY, False, Next.RELAY),
+    (Leg.DECODE, What.REFUSED): Rule(Blame.NONE, False, Next.RELAY),
     # Nobody read the request, so no KV cache was pulled.
-    (Leg.DECODE, What.NO_ROUTE): Rule(Blame.NOBODY, False, Next.OTHER_RANK),
-    (Leg.DECODE, What.BUSY): Rule(Blame.NOBODY, False, Next.OTHER_RANK),
-    (Leg.DECODE, What.UNAVAILABLE): Rule(Blame.NOBODY, False, Next.NEW_KV),
-    (Leg.DECODE, What.SERVER_ERROR): Rule(Blame.PULL, False, Next.OTHERS_KV),
+    (Leg.DECODE, What.NO_ROUTE): Rule(Blame.NONE, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.BUSY): Rule(Blame.NONE, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.UNAVAILABLE): Rule(Blame.NONE, False, Next.NEW_KV),
+    (Leg.DECODE, What.SERVER_ERROR): Rule(Blame.PULL, False, Next.NEW_KV_ELSEWHERE),
     (Leg.DECODE, What.NO_ANSWER): Rule(Blame.ENGINE, True, Next.NEW_KV),
     (Leg.DECODE, What.UNREADABLE): Rule(Blame.ENGINE, True, Next.NEW_KV),
     # What vLLM does when it cannot pull the KV cache.
-    (Leg.DECODE, What.ERROR_EVENT): Rule(Blame.PULL, False, Next.OTHERS_KV),
+    (Leg.DECODE, What.ERROR_EVENT): Rule(Blame.PULL, False, Next.NEW_KV_ELSEWHERE),
     (Leg.DECODE, What.ABORTED): Rule(Blame.ENGINE, False, Next.NEW_KV),
     (Leg.DECODE, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_RANK),
-    (Leg.DECODE, What.TOO_LATE): Rule(Blame.NOBODY, False, Next.NEW_KV),
+    (Leg.DECODE, What.TOO_LATE): Rule(Blame.NONE, False, Next.NEW_KV),
     # It may have pulled the KV cache.
-    (Leg.DECODE, What.STALE): Rule(Blame.NOBODY, False, Next.NEW_KV),
+    (Leg.DECODE, What.STALE): Rule(Blame.NONE, False, Next.NEW_KV),
     (Leg.DECODE, What.BROKEN): Rule(Blame.ENGINE, False, Next.NEW_KV),
-    (Leg.DECODE, What.TIMED_OUT): Rule(Blame.PULL, False, Next.OTHERS_KV),
-    (Leg.DECODE, What.NO_PREFILL): Rule(Blame.NOBODY, False, Next.NEW_KV),
-    (Leg.DIRECT, What.REFUSED): Rule(Blame.NOBODY, False, Next.RELAY),
-    (Leg.DIRECT, What.NO_ROUTE): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
-    (Leg.DIRECT, What.BUSY): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
-    (Leg.DIRECT, What.UNAVAILABLE): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.DECODE, What.TIMED_OUT): Rule(Blame.PULL, False, Next.NEW_KV_ELSEWHERE),
+    (Leg.DECODE, What.NO_PREFILL): Rule(Blame.NONE, False, Next.NEW_KV),
+    (Leg.DIRECT, What.REFUSED): Rule(Blame.NONE, False, Next.RELAY),
+    (Leg.DIRECT, What.NO_ROUTE): Rule(Blame.NONE, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.BUSY): Rule(Blame.NONE, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.UNAVAILABLE): Rule(Blame.NONE, False, Next.OTHER_PREFILLER),
     (Leg.DIRECT, What.SERVER_ERROR): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.DIRECT, What.NO_ANSWER): Rule(Blame.ENGINE, True, Next.OTHER_PREFILLER),
     (Leg.DIRECT, What.UNREADABLE): Rule(Blame.ENGINE, True, Next.OTHER_PREFILLER),

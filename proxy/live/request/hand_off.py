@@ -59,7 +59,7 @@ class HandOff:
         self._failed = failed
         self._params: Mapping[str, Any] = {}
         # Who prefills, or did so last.
-        self.prefiller = session.hung  # Asked again only if there is no other.
+        self.prefiller = session.silent_prefiller  # Asked again only if there is no other.
         self._call: Call | None = None
         self._asked_s = 0.0
         self._tries = 0

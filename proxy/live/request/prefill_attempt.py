@@ -121,8 +121,8 @@ class PrefillAttempt(Attempt):
         session = self._session
         error = error_in(body) if status == 200 else None
         if status != 200 or error is not None:
-            told = status if error is None else error.status
-            session.failed(self, refusal(told, headers, body))
+            code = status if error is None else error.status
+            session.failed(self, refusal(code, headers, body))
             return
         try:
             answer = read_prefill_answer(body, session.prompt_tokens, api=self._api)
@@ -156,7 +156,7 @@ class PrefillAttempt(Attempt):
             self._go_on_without_kv(answer, error)
         else:
             if resuming is not None and resuming.early is not None and resuming.early.said is None:
-                self._tell(resuming, resuming.early, answer, body)
+                self._begin_early(resuming, resuming.early, answer, body)
             self._pool(kv, answer, lease_ns)
 
     def _refuses(self, prompt_tokens: int) -> bool:
@@ -188,7 +188,7 @@ class PrefillAttempt(Attempt):
         seed = partial(draw_seed, session)
         return emitted.expect_early(session.shape, session.body.values, seed)
 
-    def _tell(
+    def _begin_early(
         self, emitted: "Continued", early: "EarlyToken", answer: PrefillAnswer, body: bytes
     ) -> None:
         """Begin the client's stream with the answer's token, unless a rank may refuse the request.
@@ -279,7 +279,7 @@ class PrefillAttempt(Attempt):
         # of a stream that is open nobody knows which events came before the first token.
         surely = emitted.early is None and self._least > 0
         believed = (surely or facts.tells_part) and not session.answer.opened
-        if answer.complete and emitted.tokens == 0 and believed and self._may_be_told(answer):
+        if answer.complete and emitted.tokens == 0 and believed and self._answers_client(answer):
             session.record.output_tokens = 1
             session.record.first_token_ns = session.record.prefilled_ns
             session.host.report(served)
@@ -293,7 +293,7 @@ class PrefillAttempt(Attempt):
             session.host.report(served)
             session.failed(self, Failure(What.NO_KV, Fault.PROTOCOL, reason))
 
-    def _may_be_told(self, answer: PrefillAnswer) -> bool:
+    def _answers_client(self, answer: PrefillAnswer) -> bool:
         """Return whether a complete answer is one to what the client asked."""
         api = self._session.shape.api
         if api is Api.RESPONSES:

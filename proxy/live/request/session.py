@@ -69,7 +69,7 @@ _SEED_DIGITS = 7  # Of 28 bits, which every sampler takes.
 _TARGETS = {api: api.value.encode() for api in Api}
 
 
-class Holding:
+class Work:
     """Nothing: what a session holds that waits for the scheduler, or has ended."""
 
     __slots__ = ()
@@ -140,10 +140,10 @@ class Holding:
         """Let go of everything. Nothing more comes of it, and to close it again does nothing."""
 
 
-NOTHING = Holding()
+NO_WORK = Work()
 
 
-class Attempt(Holding):
+class Attempt(Work):
     """One exchange with one engine, which is a part of its session.
 
     Attributes:
@@ -274,9 +274,9 @@ class Session:
 
     __slots__ = (
         *("_body", "_fingerprint", "abort_ordered", "answer"),
-        *("context", "decodes", "emitted", "fresh", "headers", "held", "host"),
-        *("hung", "kv", "number", "offset", "pooled_s", "recovery"),
-        *("phase", "prompt_usage", "record", "resuming", "shape", "ticket"),
+        *("context", "decodes", "emitted", "fresh", "headers", "host", "work"),
+        *("kv", "number", "offset", "pooled_s", "recovery"),
+        *("phase", "prompt_usage", "record", "resuming", "shape", "silent_prefiller", "ticket"),
     )
 
     def __init__(
@@ -309,7 +309,7 @@ class Session:
         # What the prefill leg told of its prompt; None if it told nothing.
         self.prompt_usage: PromptUsage | None = None
         # The prefiller that left a decode rank's call unanswered, to be asked last.
-        self.hung: Prefiller | None = None
+        self.silent_prefiller: Prefiller | None = None
         # Whether its legs go on new connections: one was lost with a reused one.
         self.fresh = False
         self.phase = QUEUED
@@ -317,7 +317,7 @@ class Session:
         self.answer = ClientAnswer(reply, record, left=self.left, slow=self._client_slow)
         self._body: RequestBody | None = body
         self._fingerprint = b""
-        self.held: Holding = NOTHING  # What it holds in its phase.
+        self.work: Work = NO_WORK  # What it holds in its phase.
         self.kv: KvHandle | None = None  # Until a rank has it.
         self.pooled_s = 0.0  # When it began to wait for a rank.
         self.recovery = Recovery(host.context.legs)
@@ -344,38 +344,38 @@ class Session:
     @property
     def rounds(self) -> int | None:
         """Tokens that each sequence has emitted on this binding; None if it is not streamed."""
-        tokens = self.held.tokens
+        tokens = self.work.tokens
         return None if tokens is None else tokens // self.shape.sequences
 
     @property
     def emitted_tokens(self) -> int:
         """Tokens emitted so far, as far as a stream tells."""
-        return self.emitted.tokens + (self.held.tokens or 0)
+        return self.emitted.tokens + (self.work.tokens or 0)
 
     @property
     def targets(self) -> tuple[Target, ...]:
         holder = () if self.kv is None else (self.kv.prefiller.target,)
-        return (*holder, *self.held.targets)
+        return (*holder, *self.work.targets)
 
     def check_deadline(self, now_s: float) -> None:
         """Act if the leg in flight takes too long, or the client of a stream has got nothing."""
         if self.phase is not Phase.BACKOFF:
-            self.held.check_deadline(now_s)
+            self.work.check_deadline(now_s)
         silence_s = self.context.legs.sse_keep_alive_s
         if silence_s is None and self.record.resumes:
             silence_s = _RESUMED_SILENCE_S
         if silence_s is not None and self.shape.stream and self.phase is not ENDED:
             self.answer.keep_alive(now_s, silence_s)
 
-    def _enter(self, phase: Phase, held: Holding = NOTHING) -> None:
+    def _enter(self, phase: Phase, work: Work = NO_WORK) -> None:
         if phase not in TRANSITIONS[self.phase]:
             raise impossible(self.number, self.phase, phase)
         record = self.record
         if record.trace is not None and (phase in MAY_REPEAT or record.trace.steps):
             trace_move(record, self.phase, phase, self.context.clock(), decodes=self.decodes)
         self.phase = phase
-        before, self.held = self.held, held
-        if before is not held and before is not NOTHING:
+        before, self.work = self.work, work
+        if before is not work and before is not NO_WORK:
             before.close()
 
     # What the driver says.
@@ -468,23 +468,23 @@ class Session:
 
     def instance_removed(self, target: Target, *, gently: bool = False) -> None:
         """Go on without an instance that this request was on; `gently` if it may end its answer."""
-        if self.held.move(target):
+        if self.work.move(target):
             return
         if self.phase is not Phase.STREAMING:
             self.record.retries += 1
             # Of a KV cache that a rank was offered nobody knows whether it has been pulled.
-            self.host.feed(self._kv_lost() if self.held.bound else self._prefiller_lost())
-        elif self.held.continuable:
-            self.held.hand_over()
-        elif not self.held.finish() and not gently:
+            self.host.feed(self._kv_lost() if self.work.bound else self._prefiller_lost())
+        elif self.work.continuable:
+            self.work.hand_over()
+        elif not self.work.finish() and not gently:
             self.fail(502, "the engine was removed")
 
     def engine_lost(self, target: Target) -> None:
         """Leave an engine that does not answer any more, unless its answer has begun."""
-        leg = self.held.leg_at(target)
+        leg = self.work.leg_at(target)
         begun = self.phase is Phase.STREAMING and leg is not Leg.PREFILL
         # For its next attempt, or for word of its connection: so it leaves anyway.
-        waits = self.phase is Phase.BACKOFF or self.held.lost
+        waits = self.phase is Phase.BACKOFF or self.work.lost
         if leg is None or begun or waits or not self.recovery.may_try_again(leg):
             return
         if self.host.may_retry(leg.value, Fault.CONNECT, target):
@@ -511,14 +511,14 @@ class Session:
 
     def _client_slow(self, slow: bool) -> None:
         """Have the engine of the answer wait while the client reads too slowly."""
-        (self.held.pause if slow else self.held.resume)()
+        (self.work.pause if slow else self.work.resume)()
 
     def client_left(self) -> None:
         """Stop everything: nobody reads the answer any more."""
         if self.phase is Phase.ENDED:
             return
         # It may have had the whole answer, only not the last bytes of the stream.
-        complete = self.phase is Phase.STREAMING and self.held.complete
+        complete = self.phase is Phase.STREAMING and self.work.complete
         self._enter(Phase.ENDED)
         ends = events.RequestFinished if complete else events.RequestCancelled
         self._end(ends(self.number), Outcome.OK if complete else Outcome.CANCELLED)
@@ -718,7 +718,7 @@ class Session:
     def _go_on(self, retry: Retry) -> None:
         if retry.then is Next.OTHER_PREFILLER:
             event = self._prefiller_lost()
-        elif retry.then is Next.OTHERS_KV:
+        elif retry.then is Next.NEW_KV_ELSEWHERE:
             event = self._kv_lost(elsewhere=True, same_rank=retry.same_rank)
         elif retry.then is Next.NEW_KV or (self.kv is not None and self.kv.is_lost):
             event = self._kv_lost()

@@ -23,7 +23,7 @@ from balanceroute.proxy.core.events import (
     Eligible,
     Event,
     Expire,
-    OthersOnRank,
+    ForeignLoad,
     PrefillDone,
     PrefillerClosed,
     PrefillerOpened,
@@ -96,7 +96,7 @@ _FREEING = frozenset(
         RequestCancelled,
         RequestRecomputed,
         RankOpened,
-        OthersOnRank,
+        ForeignLoad,
         # What waits for ranks that its prefiller does not fit may have to go elsewhere.
         RankClosed,
         PrefillerPaired,
@@ -297,7 +297,7 @@ class Decisions:
         self._perform(actions)
         for stage, took_s in self._stages.taken:
             self._metrics.decisions.dispatched(stage, took_s)
-        self._predictors.tell_refreshes()
+        self._predictors.report_refreshes()
 
     def _perform(self, actions: list[Action]) -> None:
         """Perform actions in their order, behind those that are being performed."""
@@ -340,7 +340,7 @@ class Decisions:
             if not (self._apart.on and self._apart.holds(action)):
                 self._start(session, action)
         elif isinstance(action, AbortPrefill | AbortDecode):
-            session.held.close()
+            session.work.close()
         elif isinstance(action, ReleasePrefill):
             # No engine takes such a word over HTTP: the blocks stay until their lease ends.
             if action.request in self._scheduler.requests:

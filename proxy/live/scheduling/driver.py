@@ -391,9 +391,9 @@ class SessionTable:
     def remove(self, number: RequestId, record: RequestRecord) -> bool:
         """Forget a request that is over; return whether an engine was given it."""
         del self.live[number]
-        others = self._ids.pop(record.request_id) - 1
-        if others:
-            self._ids[record.request_id] = others
+        left = self._ids.pop(record.request_id) - 1
+        if left:
+            self._ids[record.request_id] = left
         if not self.live:
             self._empty.set()
         return not self.begin(number)
@@ -558,7 +558,7 @@ class Driver:
         return KvTransfers(
             health.enough,
             pulling=lambda: [
-                s.held.pair for s in self.sessions.values() if s.held.pair is not None
+                s.work.pair for s in self.sessions.values() if s.work.pair is not None
             ],
             convict=health.convict,
             is_on_trial=health.is_on_trial,

@@ -73,12 +73,12 @@ class StepClock:
         self.steps = 0  # Steps so far.
         self.step_s = 0.0  # Running mean of a step's time; 0.0 before the first measurement.
         self._since_s: float | None = None  # When the last step was seen; None while nothing runs.
-        self._heard = False  # Whether streams told the progress the last time.
+        self._from_streams = False  # Whether streams told the progress the last time.
 
     def advance(self, counts: "PulledCounts[_Request]", now_s: float) -> Advance[_Request]:
         """Compare every started request with the clock and move the clock on."""
         steps = counts.passed(self.steps)
-        self._heard = steps is not None
+        self._from_streams = steps is not None
         if steps is None:
             steps = self._advance_silently(now_s) if counts.silent else self._rest()
             return Advance(steps, None, [])
@@ -90,7 +90,7 @@ class StepClock:
 
     def observe_answer(self, step_s: float) -> None:
         """Learn the time of a step, in seconds, from a whole answer, unless streams tell it."""
-        if step_s > 0.0 and (self._since_s is None or not self._heard):
+        if step_s > 0.0 and (self._since_s is None or not self._from_streams):
             self._learn(step_s)
 
     def _learn(self, step_s: float) -> None:
@@ -145,20 +145,20 @@ class PulledCounts(Generic[_Request]):
     def __init__(self) -> None:
         self.silent = False  # Whether there is a request without a stream to tell how far it is.
         self._streams: dict[int, _Request] = {}  # In the order of their starts.
-        self._others: dict[int, _Request] = {}
+        self._unstreamed: dict[int, _Request] = {}
         self._leads: list[tuple[int, _Request]] = []
 
     def start(self, request: _Request, place: int) -> None:
         """Note that a request has started; a stream without a token has the lead `place`."""
         request.offset = place
         if request.rounds is None:
-            self._others[id(request)] = request
+            self._unstreamed[id(request)] = request
         else:
             self._streams[id(request)] = request
 
     def stop(self, request: _Request) -> None:
         """Note that a request which had started is over, or on no rank any more."""
-        for requests in (self._streams, self._others):
+        for requests in (self._streams, self._unstreamed):
             requests.pop(id(request), None)
 
     def passed(self, steps: int) -> int | None:
@@ -171,7 +171,7 @@ class PulledCounts(Generic[_Request]):
 
     def _ask(self) -> list[int]:
         leads: list[tuple[int, _Request]] = []
-        self.silent = bool(self._others)
+        self.silent = bool(self._unstreamed)
         for request in self._streams.values():
             rounds = request.rounds
             if rounds is None:
@@ -317,7 +317,7 @@ class BarrierIdle:
 
 
 # Tokens of an answer from which its time tells the time of a step.
-_TELLING = 16
+_LEAST_ROUNDS = 16
 
 
 class Progress:
@@ -344,17 +344,17 @@ class Progress:
         self._feed = feed
         self._clock = clock
         # Since when those were admitted that have no stream to tell when they join the batch.
-        self._unheard: dict[RequestId, tuple[Session, float]] = {}
+        self._joining: dict[RequestId, tuple[Session, float]] = {}
         self.transfer_s = 0.0  # The mean time from an admission to the first token.
 
     @property
     def idle(self) -> bool:
-        return not self.started and not self._unheard
+        return not self.started and not self._joining
 
     def admitted(self, session: Session) -> None:
         """Note that a request is on its way to its rank."""
         if not session.shape.stream:
-            self._unheard[session.number] = session, self._clock()
+            self._joining[session.number] = session, self._clock()
 
     def began(self, session: Session) -> None:
         """Note that a stream began: its request is in its rank's batch."""
@@ -371,13 +371,13 @@ class Progress:
         to have emitted is taken back, as no client has it.
         """
         number = event.request
-        self._unheard.pop(number, None)
+        self._joining.pop(number, None)
         session = self._leave(number)
         if session is None or isinstance(event, RequestRecomputed):
             return event
         emitted = self._scheduler.emitted(number)
         if emitted:
-            self._tell(TokensEmitted(number, -emitted))
+            self._handle(TokensEmitted(number, -emitted))
         session.prefill_again()
         return RequestRecomputed(number, elsewhere=True)
 
@@ -393,17 +393,17 @@ class Progress:
         """Forget a request that is over, and learn from a whole answer how long a step is."""
         number, record = session.number, session.record
         self._leave(number)
-        self._unheard.pop(number, None)
+        self._joining.pop(number, None)
         if session.shape.stream or record.outcome is not OK or record.admitted_ns is None:
             return
         rounds = record.output_tokens / record.choices
-        if rounds >= _TELLING:  # A short answer's time is mostly not that of its steps.
+        if rounds >= _LEAST_ROUNDS:  # A short answer's time is mostly not that of its steps.
             self.steps.observe_answer((record.ended_ns - record.admitted_ns) / 1e9 / rounds)
 
     def follow(self, serving: Sequence[RankId]) -> None:
         """Bring the mirror up to date; `serving` are the ranks whose loads make the barrier."""
         now_s = self._clock()
-        for number, (session, since_s) in list(self._unheard.items()):
+        for number, (session, since_s) in list(self._joining.items()):
             if now_s - since_s >= self.transfer_s:
                 self._join(session)
                 self._feed(DecodeStarted(number, heard=False))
@@ -412,12 +412,12 @@ class Progress:
             step_s, scheduler = advance.step_s, self._scheduler
             step = StepCompleted(None if step_s is None else round(1e9 * step_s))
             for _ in range(advance.steps):
-                self._tell(step)
+                self._handle(step)
             loads = scheduler.ranks.loads_at_mean_speed(scheduler.ledger, scheduler.config)
             if serving:  # Else what steps is no part of the fleet any more.
                 self.barrier.add(advance.steps, loads[serving], now_s)
         for session, rounds in advance.corrections:
-            self._tell(TokensEmitted(session.number, rounds * session.shape.sequences))
+            self._handle(TokensEmitted(session.number, rounds * session.shape.sequences))
 
     def age(self, number: RequestId) -> int:
         """Return the tokens that each sequence of a started request has emitted."""
@@ -429,7 +429,7 @@ class Progress:
 
     def _join(self, session: Session) -> None:
         """Follow a request that joins its rank's batch."""
-        self._unheard.pop(session.number, None)
+        self._joining.pop(session.number, None)
         self.started[session.number] = session
         self._counts.start(session, self.steps.steps)
 
@@ -439,5 +439,5 @@ class Progress:
             self._counts.stop(session)
         return session
 
-    def _tell(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         self._scheduler.handle(event, now_ns=round(self._clock() * 1e9))

@@ -181,7 +181,7 @@ class ProgressVeto:
                 self._leave_out(rank, silent_s, limit_s or FLOOR_S)
         for number, veto in list(self._vetoes.items()):
             self._review(self._instances.ranks[number], veto)
-        self._tell_standstill()
+        self._note_standstill()
 
     def group_ended(self, target: Target) -> None:
         """Leave out the ranks of a data-parallel group of which one has died."""
@@ -244,8 +244,8 @@ class ProgressVeto:
         stepping = self._ranks.stepping(now_s)
         for number in numbers.tolist():
             rank = self._instances.ranks[number]
-            others = rank.usable and stepping.gap_beside_s(rank.id) is not None
-            if not others or rank.on_trial or self._scheduler.intake.held:
+            compared = rank.usable and stepping.gap_beside_s(rank.id) is not None
+            if not compared or rank.on_trial or self._scheduler.intake.held:
                 continue
             limit_s = self._ranks.first_limit_s(rank.id)
             limit_s += STEPS * self._progress.transfer_s + self._allowance_s(rank.id)
@@ -411,7 +411,7 @@ class ProgressVeto:
 
     # All of them.
 
-    def _tell_standstill(self) -> None:
+    def _note_standstill(self) -> None:
         now_s = self._clock()
         still = self._ranks.standstill(now_s, self._allowance_s)
         usable = sum(rank.usable for rank in self._instances.ranks)
@@ -469,8 +469,8 @@ class StreamLooks:
             elapsed_s = 0.0
         seen: dict[RankId, Sighting] = {}
         for session in self._sessions.values():
-            held = session.held
-            if type(held) is DecodeAttempt and (look := held.look()) is not None:
+            work = session.work
+            if type(work) is DecodeAttempt and (look := work.look()) is not None:
                 before = seen.get(look.rank)
                 if before is not None:
                     look = Sighting(

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from balanceroute.proxy.core.events import EngineLoad, Event, OthersOnRank, PrefillerScraped, RankId
+from balanceroute.proxy.core.events import EngineLoad, Event, ForeignLoad, PrefillerScraped, RankId
 from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Target
 from balanceroute.proxy.live.engines.scrape import STALE_INTERVALS
@@ -29,11 +29,11 @@ class _Reading:
     own: int = 0  # Slots of this proxy's requests then.
     # Slots beyond those of this proxy, at the latest readings, the last one last.
     beyond: tuple[int, ...] = (_UNKNOWN,) * _READINGS
-    told: int = 0  # What the scheduler was told of last.
+    reported: int = 0  # What the scheduler was told of last.
     failed: int = 0  # Readings that failed since.
 
 
-class OthersOnRanks:
+class ForeignLoadMeter:
     """Tells the scheduler what others have on each rank, at every reading while there is something.
 
     Args:
@@ -51,21 +51,21 @@ class OthersOnRanks:
         self._feed = feed
         self._readings: list[_Reading] = []
         # The ranks of which the scheduler was told that others have something there.
-        self._told: set[RankId] = set()
+        self._shared: set[RankId] = set()
 
     def scraped(self, target: Target, gauges: EngineGauges) -> None:
         for rank in self._ranks_of(target):
             load = load_of(rank, gauges)
             if load is None:
                 continue
-            reported = round(load.running + load.waiting)
-            others = self._others(rank.id, reported)
+            slots = round(load.running + load.waiting)
+            foreign = self._foreign_slots(rank.id, slots)
             kv_tokens = 0
-            if others and gauges.kv_tokens is not None:
+            if foreign and gauges.kv_tokens is not None:
                 # Those of the last readings may be more than are there now.
-                share = others / max(others, reported)
+                share = foreign / max(foreign, slots)
                 kv_tokens = round(load.kv_usage * gauges.kv_tokens * share)
-            self._tell(rank, others, kv_tokens)
+            self._report(rank, foreign, kv_tokens)
 
     def forget(self) -> None:
         """Let the next reading of each rank count by itself: others had all of it until now."""
@@ -79,29 +79,29 @@ class OthersOnRanks:
             reading.failed += 1
             if reading.failed >= STALE_INTERVALS:
                 reading.beyond = (_UNKNOWN,) * _READINGS
-                self._tell(rank, 0, 0)
+                self._report(rank, 0, 0)
 
-    def _others(self, rank: RankId, reported: int) -> int:
+    def _foreign_slots(self, rank: RankId, slots: int) -> int:
         reading, own = self._readings[rank], self._own_slots(rank)
         most = max(own, reading.own)
-        beyond = max(0, reported - most)
+        beyond = max(0, slots - most)
         reading.own, reading.beyond, reading.failed = own, (*reading.beyond[1:], beyond), 0
         if not most:
             # A short request of its own may have come and gone since, and still be on the page.
             return min(reading.beyond[-_CHANGED:])
-        latest = reading.beyond[-_CHANGED:] if reading.told else reading.beyond
+        latest = reading.beyond[-_CHANGED:] if reading.reported else reading.beyond
         # Between the least and the most of them it may be as before.
-        return min(max(reading.told, min(latest)), max(latest))
+        return min(max(reading.reported, min(latest)), max(latest))
 
-    def _tell(self, rank: Rank, slots: int, kv_tokens: int) -> None:
+    def _report(self, rank: Rank, slots: int, kv_tokens: int) -> None:
         reading = self._readings[rank.id]
-        if not slots and not reading.told:
+        if not slots and not reading.reported:
             return
-        reading.told = slots
-        self._feed(OthersOnRank(rank.id, slots, kv_tokens))
-        before = bool(self._told)
-        (self._told.add if slots else self._told.discard)(rank.id)
-        shared = bool(self._told)
+        reading.reported = slots
+        self._feed(ForeignLoad(rank.id, slots, kv_tokens))
+        before = bool(self._shared)
+        (self._shared.add if slots else self._shared.discard)(rank.id)
+        shared = bool(self._shared)
         if shared != before:
             message = "others send to the decode ranks too: their slots are shared"
             fields = {"fields": {"rank": rank.name, "requests": slots}}

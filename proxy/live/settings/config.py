@@ -134,12 +134,12 @@ class ProxyConfig:
         )
 
     @property
-    def hears_kv_events(self) -> bool:
+    def follows_kv_events(self) -> bool:
         """Whether prefillers tell what they have cached, also those that are added later."""
         return self.legs.names_prompts
 
     @property
-    def hears_rank_kv_events(self) -> bool:
+    def follows_rank_kv_events(self) -> bool:
         """Whether decode ranks tell what they have cached."""
         return self.engines.rank_kv_events_port is not None
 

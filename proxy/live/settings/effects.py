@@ -145,7 +145,7 @@ _TABLE = (
     _Idle(
         "kv_block_tokens",
         "without --kv-events",
-        lambda c: not (c.hears_kv_events or c.hears_rank_kv_events),
+        lambda c: not (c.follows_kv_events or c.follows_rank_kv_events),
     ),
     _Idle(
         "engine_ca_file insecure_engines",

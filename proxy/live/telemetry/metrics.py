@@ -405,8 +405,8 @@ def _of_deployment(state: Snapshot) -> Iterator[Metric]:
 def _together(by_group: Mapping[str, Sequence[Metric]]) -> Iterator[Metric]:
     """Yield the families of several deployments, each once, with the label `group`."""
     families: dict[str, Metric] = {}
-    for group, told in by_group.items():
-        for one in told:
+    for group, metrics in by_group.items():
+        for one in metrics:
             family = families.setdefault(one.name, Metric(one.name, one.documentation, one.type))
             family.samples += [
                 sample._replace(labels={"group": group, **sample.labels}) for sample in one.samples
@@ -429,13 +429,13 @@ def _predictor_families(predictors: list[PredictorScores]) -> Iterator[Metric]:
 
 def _table(
     table: _Rows,
-    *told: object,
+    *rows: object,
     labels: Sequence[dict[str, str]] = ({},),
     kind: str = "gauge",
 ) -> Iterator[Metric]:
     """Yield a family for each row of a table, with a sample of each that is told of."""
     for name, documentation, field in table:
-        values = [getattr(one, field) if isinstance(field, str) else field(one) for one in told]
+        values = [getattr(one, field) if isinstance(field, str) else field(one) for one in rows]
         yield family(kind, name, documentation, labels, values)
 
 

@@ -72,15 +72,15 @@ def spans_of(record: RequestRecord) -> str:
 
 def resource_of(names: Mapping[str, str]) -> bytes:
     """Return what sends the spans, in the same encoding."""
-    told = "".join(_said(name, value) for name, value in names.items())
-    return f'{{"attributes":[{told[1:]}]}}'.encode()
+    attributes = "".join(_said(name, value) for name, value in names.items())
+    return f'{{"attributes":[{attributes[1:]}]}}'.encode()
 
 
 def _events(record: RequestRecord, trace: Trace, epoch_ns: int) -> str:
-    told = "".join([_event(one, epoch_ns) for one in trace.events]) if trace.events else ""
+    events = "".join([_event(one, epoch_ns) for one in trace.events]) if trace.events else ""
     if record.first_token_ns is not None:
-        told += f',{{"name":"first token","timeUnixNano":{epoch_ns + record.first_token_ns}}}'
-    return f',"events":[{told[1:]}]' if told else ""
+        events += f',{{"name":"first token","timeUnixNano":{epoch_ns + record.first_token_ns}}}'
+    return f',"events":[{events[1:]}]' if events else ""
 
 
 def _event(event: Event, epoch_ns: int) -> str:
@@ -125,22 +125,22 @@ def _stage_spans(record: RequestRecord, trace: Trace, epoch_ns: int, state: str)
 
 def _more(record: RequestRecord, outcome: Outcome, trace: Trace) -> str:
     """Return the attributes that few requests have; what is empty or 0 is left out."""
-    told = ""
+    more = ""
     if record.max_tokens:
-        told = _count("gen_ai.request.max_tokens", record.max_tokens)
+        more = _count("gen_ai.request.max_tokens", record.max_tokens)
     if record.cached_tokens:
-        told += _count("balanceroute.cached_tokens", record.cached_tokens)
+        more += _count("balanceroute.cached_tokens", record.cached_tokens)
     if record.choices > 1:
-        told += _count("gen_ai.request.choice.count", record.choices)
+        more += _count("gen_ai.request.choice.count", record.choices)
     if outcome is not Outcome.OK:
-        told += _said("balanceroute.reason", record.reason)
-        told += _said("balanceroute.refused_for", record.refused_for)
+        more += _said("balanceroute.reason", record.reason)
+        more += _said("balanceroute.refused_for", record.refused_for)
     if trace.events:
-        told += _count("balanceroute.retries", record.retries)
-        told += _count("balanceroute.recomputes", record.recomputes)
-        told += _count("balanceroute.resumes", record.resumes)
-        told += _count("balanceroute.lease_lapses", record.lease_lapses)
-    return told
+        more += _count("balanceroute.retries", record.retries)
+        more += _count("balanceroute.recomputes", record.recomputes)
+        more += _count("balanceroute.resumes", record.resumes)
+        more += _count("balanceroute.lease_lapses", record.lease_lapses)
+    return more
 
 
 # What many requests have in common is encoded once.

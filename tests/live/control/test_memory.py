@@ -37,16 +37,16 @@ def test_the_least_that_a_present_engine_says_holds_for_all() -> None:
     present.remove(RANKS[1])
     memory.scraped(RANKS[0], gauges(900))
     assert memory.settle(present.__contains__)
-    assert memory.tokens == memory.told_tokens == 900
+    assert memory.tokens == memory.least_tokens == 900
 
 
 @pytest.mark.parametrize("given", [None, 800])
 def test_what_ranks_keep_is_known_where_it_limits_nothing(given: int | None) -> None:
     memory = KvCapacity(given, used=False)
-    assert memory.told_tokens == given
+    assert memory.least_tokens == given
     memory.scraped(RANKS[0], gauges(700))
     assert not memory.settle(RANKS.__contains__)
-    assert (memory.tokens, memory.told_tokens) == (given, 700)
+    assert (memory.tokens, memory.least_tokens) == (given, 700)
 
 
 def test_an_engine_that_says_another_size_each_time_changes_all_ranks_rarely() -> None:

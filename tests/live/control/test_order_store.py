@@ -253,12 +253,12 @@ async def test_orders_about_engines_and_the_policy_outlive_the_process(site: Sit
     assert (await site.admin("/admin/policy", {"policy": "jsq"})).status == 200
     before = [(row["url"], row["status"]) for row in await instances(site)]
     assert "draining" in dict(before).values()
-    deadlines = site.world.plane.deployment.roster.deadlines.standing()
+    deadlines = site.world.plane.deployment.roster.deadlines.times()
     assert len(deadlines) == 1
     await site.world.restart()
     await asyncio.sleep(2.0)
     assert [(row["url"], row["status"]) for row in await instances(site)] == before
-    assert site.world.plane.deployment.roster.deadlines.standing() == deadlines
+    assert site.world.plane.deployment.roster.deadlines.times() == deadlines
     assert (await site.state())["policy"] == "jsq"
     site.seen.clear()
     exchanges = [site.send(COMPLETIONS, STREAM) for _ in range(4)]

@@ -262,7 +262,7 @@ def over_tls(account: Path, scenario: Secured) -> None:
             kubernetes_api=f"https://127.0.0.1:{server.server.port}",
             kubernetes_account=account,
         )
-        (source,) = make_sources(settings, random.Random(5), hears=False)
+        (source,) = make_sources(settings, random.Random(5), follows=False)
         told = asyncio.Event()
         task = asyncio.create_task(source.run(lambda _: told.set()))
         await until(lambda: bool(server.watches))

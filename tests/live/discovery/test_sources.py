@@ -184,7 +184,7 @@ def test_events_that_nobody_follows_are_said_once(
     told: list[View] = []
 
     async def main(_: VirtualLoop) -> None:
-        file = WatchedFile(path, interval_s=2.0, hears=hears)
+        file = WatchedFile(path, interval_s=2.0, follows=hears)
         task = asyncio.create_task(file.run(told.append))
         await asyncio.sleep(5.0)
         task.cancel()

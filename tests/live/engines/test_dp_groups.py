@@ -40,7 +40,7 @@ def ranks_of(*servers: tuple[str, ...]) -> Instances:
             instances.ranks.append(rank)
     for place, numbers in enumerate(servers):
         if numbers:
-            instances.groups.told(Target(Role.DECODE, f"http://d{place}"), frozenset(numbers))
+            instances.groups.scraped(Target(Role.DECODE, f"http://d{place}"), frozenset(numbers))
     return instances
 
 
@@ -78,9 +78,9 @@ def test_groups_are_learned_anew_when_ranks_go_and_come() -> None:
     instances = ranks_of(("0",), ("1",), ("0",), ("1",))
     for rank in instances.ranks[2:]:
         rank.status = Status.REMOVED
-    instances.groups.told(instances.ranks[0].target, frozenset({"0", "5"}))
+    instances.groups.scraped(instances.ranks[0].target, frozenset({"0", "5"}))
     assert learned(instances) == [None] * 4
-    instances.groups.told(instances.ranks[0].target, frozenset({"0"}))
+    instances.groups.scraped(instances.ranks[0].target, frozenset({"0"}))
     assert learned(instances) == [0, 0, None, None]
 
 

@@ -24,8 +24,8 @@ def test_one_of_two_leads_and_renews(play: Play) -> None:
         first = await election.leader()
         await asyncio.sleep(60.0)
         assert election.leaders == [first.name]
-        assert first.leadership.standing().began == 1
-        assert first.leadership.standing().age_s < 1.0
+        assert first.leadership.state().began == 1
+        assert first.leadership.state().age_s < 1.0
         assert election.server.holder == first.name
         assert election.server.spec["leaseTransitions"] == 1
         assert election.server.spec["leaseDurationSeconds"] == LEASE_S
@@ -141,7 +141,7 @@ def test_who_cannot_renew_admits_nothing_and_goes_on_when_it_can(
         await election.until(lambda: not election.leaders, limit_s=3.0)
         await asyncio.sleep(20.0)
         assert not election.leaders
-        standings = [one.leadership.standing() for one in election.candidates]
+        standings = [one.leadership.state() for one in election.candidates]
         assert all(one.failed > 5 for one in standings) or election.server.failure in (404, 409)
         server = election.server
         server.silent = server.deaf_answers = False
@@ -161,7 +161,7 @@ def test_a_short_trouble_is_not_noticed(play: Play) -> None:
             election.server.failure = 0
             await asyncio.sleep(1.1)
             assert election.leaders == [leader.name], number
-        assert leader.leadership.standing().failed > 10
+        assert leader.leadership.state().failed > 10
 
     play(scenario)
 

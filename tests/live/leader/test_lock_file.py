@@ -86,8 +86,8 @@ def test_what_the_file_says_is_shown_with_care(play: Play) -> None:
         path = election.folder / "leader"
         for said in (b"", b"\x00\xff\x1b[31m\r\nx", b"y" * 10_000):
             path.write_bytes(said)
-            told = other.leadership.standing().leader
-            while other.leadership.standing().leader == told:
+            told = other.leadership.state().leader
+            while other.leadership.state().leader == told:
                 path.write_bytes(said)
                 await asyncio.sleep(0.05)
             assert other.leadership.forbids().isprintable()

@@ -19,7 +19,7 @@ from balanceroute.predictors.files import load, save
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, Savable, State
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.live.prediction import NamedPredictor, PredictorSet
-from balanceroute.proxy.live.predictor_state import StateKeeper
+from balanceroute.proxy.live.predictor_state import PredictorStateFile
 
 H = 10
 
@@ -109,8 +109,8 @@ def test_the_core_gets_the_active_predictors_answer_and_its_cost_is_told() -> No
     answer = subject.set.survival([RequestId(1), RequestId(2)], ages, 4)
     assert np.array_equal(answer, active.survival([RequestId(1), RequestId(2)], ages, 4))
     assert subject.counts.refreshes == []
-    subject.set.tell_refreshes()
-    subject.set.tell_refreshes()
+    subject.set.report_refreshes()
+    subject.set.report_refreshes()
     assert subject.counts.refreshes == [(2, 1.0)]
     assert shadow.asked == []
 
@@ -284,7 +284,7 @@ class KeptSubject:
         self.counts = KeptCounts()
         self.disk = Disk()
         self.observed = 0
-        self.keeper = StateKeeper(
+        self.keeper = PredictorStateFile(
             path,
             fresh,
             metrics=self.counts,  # type: ignore[arg-type]

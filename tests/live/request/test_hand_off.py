@@ -112,7 +112,7 @@ class Site:
         session = SimpleNamespace(
             host=self,
             number=RequestId(3),
-            hung=other_than,
+            silent_prefiller=other_than,
             headers=b"x-request-id: r\r\n",
             emitted=Emitted(),
             engine_died=self.engine_died,

@@ -50,12 +50,12 @@ def test_a_streamed_request_goes_through_its_phases_and_leaves_nothing() -> None
     site.now_s += 2.0
     leg = site.decode(1)
     assert site.is_in(Phase.DECODING)
-    assert session.held.pair == (site.prefillers[0], site.ranks[1])
+    assert session.work.pair == (site.prefillers[0], site.ranks[1])
     assert leg.values["kv_transfer_params"] == KV
     assert leg.headers == b"x-request-id: r\r\nx-data-parallel-rank: 1\r\n"
     leg.begin(token("x"))
     assert site.is_in(Phase.STREAMING)
-    assert site.session.held.pair is None
+    assert site.session.work.pair is None
     assert (session.rounds, session.emitted_tokens) == (1, 1)
     assert site.client.released
     leg.more(token("y"), LAST, DONE)
@@ -88,7 +88,7 @@ def test_a_request_that_one_engine_does_whole_goes_to_the_pool_without_a_prefill
     assert site.is_in(Phase.POOLED)
     leg = site.decode()
     assert "kv_transfer_params" not in leg.values
-    assert site.session.held.pair is None
+    assert site.session.work.pair is None
     leg.stream(LAST, DONE)
     assert site.session.record.outcome is Outcome.OK
     assert site.pulls == []
@@ -235,7 +235,7 @@ def test_a_failed_leg_goes_on_as_its_rule_says(leg: Leg, what: What) -> None:
         Next.OTHER_PREFILLER: events.PrefillLost(NUMBER, elsewhere=True, decode=leg is Leg.PREFILL),
         Next.OTHER_RANK: events.DecodeLost(NUMBER),
         Next.NEW_KV: lost,
-        Next.OTHERS_KV: others,
+        Next.NEW_KV_ELSEWHERE: others,
     }
     if what is What.NO_PREFILL:  # There is no prefill to repeat before the next rank calls for it.
         expected[Next.NEW_KV] = events.DecodeLost(NUMBER)
@@ -441,7 +441,7 @@ def test_a_client_may_leave_in_any_phase(arrange: Callable[[Site], None], phase:
     site = Site()
     arrange(site)
     assert site.is_in(phase)
-    site.replies[events.RequestCancelled] = lambda: site.session.held.close()  # noqa: PLW0108 - what it holds then.
+    site.replies[events.RequestCancelled] = lambda: site.session.work.close()  # noqa: PLW0108 - what it holds then.
     site.client.leave()
     assert kinds(site)[-1] == "RequestCancelled"
     assert site.session.record.outcome is Outcome.CANCELLED

@@ -70,7 +70,7 @@ async def test_a_prefill_answer_that_waited_longer_than_its_lease_is_not_used(si
     stalls._stalled_s, stalls._over_s = now_s - 40.0, now_s + 0.2
     session = next(iter(site.world.proxy.deployment.driver.sessions.values()))
     assert isinstance(session, Session)
-    attempt = session.held
+    attempt = session.work
     assert isinstance(attempt, PrefillAttempt)
     attempt.sent_s -= 40.0
     await exchange.end()

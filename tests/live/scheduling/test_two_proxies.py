@@ -10,7 +10,7 @@ import pytest
 from tests.support.chaos.world import SchedulerStep, World, WorldSettings
 from tests.support.site import Site, served
 
-from balanceroute.proxy.core.events import Event, OthersOnRank
+from balanceroute.proxy.core.events import Event, ForeignLoad
 from balanceroute.proxy.lab.emulate.settings import DpMode
 
 BATCH, RANKS = 12, 2
@@ -134,7 +134,7 @@ async def test_a_proxy_alone_never_sees_others(site: Site) -> None:
     told: list[Event] = []
 
     def watch(step: SchedulerStep) -> None:
-        if isinstance(step.event, OthersOnRank):
+        if isinstance(step.event, ForeignLoad):
             told.append(step.event)
 
     site.world.observer.watch = watch

@@ -555,7 +555,7 @@ ADDRESSES = {"kv_events": ["tcp://e:1"], "kv_replay": ["tcp://e:2"]}
 
 def test_a_port_stands_for_those_that_name_no_address() -> None:
     ports = make_config(None, AWARE | {"kv_events_port": 5557, "kv_replay_port": 5558})
-    assert ports.hears_kv_events
+    assert ports.follows_kv_events
     server = PrefillServer(EngineUrl.parse("http://[fd00::1]:8000"))
     assert server.event_addresses(ports.engines) == ("tcp://[fd00::1]:5557", "tcp://[fd00::1]:5558")
     own = make_config(None, AWARE | ADDRESSES | {"kv_events_port": 5557})
@@ -566,7 +566,7 @@ def test_a_port_stands_for_those_that_name_no_address() -> None:
 
 def test_without_it_nobody_is_heard_who_names_no_address() -> None:
     config = make_config(None, AWARE)
-    assert not config.hears_kv_events
+    assert not config.follows_kv_events
     (server,) = config.prefillers
     assert server.event_addresses(config.engines) == (None, None)
 
@@ -593,8 +593,8 @@ def test_ports_that_are_of_no_use_are_refused(flags: dict[str, object], reason: 
 @pytest.mark.parametrize("more", [{"prefix_affinity": 1.0}, {"local_prefill_tokens": 500}])
 def test_ranks_are_heard_where_somebody_asks(more: dict[str, object]) -> None:
     config = make_config(None, KV_ENGINES | {"rank_kv_events_port": 5557} | more)
-    assert config.hears_rank_kv_events
-    assert not config.hears_kv_events
+    assert config.follows_rank_kv_events
+    assert not config.follows_kv_events
 
 
 # What the flags of the limit on requests in flight come to.

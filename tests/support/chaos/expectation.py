@@ -185,7 +185,7 @@ def error_of(text: bytes) -> str | None:
     return words if isinstance(words, str) else None
 
 
-def told_tokens(body: bytes) -> int:
+def least_tokens(body: bytes) -> int:
     """Return the tokens of all choices, as an answer's usage tells; 0 if it is not told."""
     found = re.findall(rb'"(?:completion|output)_tokens":(\d+)', body)
     return int(found[-1]) if found else 0
@@ -233,7 +233,7 @@ class Expectation:
     @property
     def completion_tokens(self) -> int:
         """Tokens of all choices, as usage tells; 0 if it is not told."""
-        return told_tokens(self._body)
+        return least_tokens(self._body)
 
     def differs(self, body: bytes) -> str:
         """Return how a whole answer is wrong; empty if it is right."""

@@ -31,7 +31,7 @@ from balanceroute.proxy.core.events import (
     Action,
     Admit,
     Event,
-    OthersOnRank,
+    ForeignLoad,
     PrefillerClosed,
     PrefillerOpened,
     PrefillerPaired,
@@ -147,7 +147,7 @@ _NOT_OF_A_REQUEST = (
     PrefillerOpened,
     PrefillerPaired,
     PrefillerScraped,
-    OthersOnRank,
+    ForeignLoad,
 )
 
 

@@ -16,7 +16,7 @@ from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.http3_listener import (
     Http3Listener,
-    standing_of,
+    priority_of,
 )
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.wire.http1.client import fetch
@@ -63,7 +63,7 @@ def play(
         listener = Http3Listener(settings or Http3Settings(), cert, key)
         await listener.start(server.service, server.addresses)
         endpoint = Http3Endpoint(
-            "localhost", server.port, trust=Trust(str(cert)), standing=standing_of
+            "localhost", server.port, trust=Trust(str(cert)), standing=priority_of
         )
         await scenario(endpoint, server)
         endpoint.close()

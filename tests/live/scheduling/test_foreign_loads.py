@@ -5,10 +5,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from balanceroute.proxy.core.events import EngineLoad, Event, OthersOnRank, RankId
+from balanceroute.proxy.core.events import EngineLoad, Event, ForeignLoad, RankId
 from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.instances import Instances, Rank, Role, Target
-from balanceroute.proxy.live.scheduling.scraped_loads import OthersOnRanks
+from balanceroute.proxy.live.scheduling.scraped_loads import ForeignLoadMeter
 
 SERVER = Target(Role.DECODE, "http://d:8000")
 
@@ -26,7 +26,7 @@ class Subject:
             rank = Rank(RankId(number), name, SERVER, MagicMock(), header)
             instances.ranks.append(rank)
         own = lambda rank: self.own if rank == 0 else 0  # noqa: E731 - read at each call.
-        self.others = OthersOnRanks(instances, own, self.told.append)
+        self.others = ForeignLoadMeter(instances, own, self.told.append)
 
     def read(self, *running: float, waiting: float = 0.0, usage: float = 0.0) -> list[Event]:
         """Return what is told after a page with so many requests on each engine."""
@@ -38,14 +38,14 @@ class Subject:
 
 
 def on_rank(slots: int, kv_tokens: int = 0, rank: int = 0) -> list[Event]:
-    return [OthersOnRank(RankId(rank), slots, kv_tokens)]
+    return [ForeignLoad(RankId(rank), slots, kv_tokens)]
 
 
 def test_where_it_has_nothing_all_are_others_at_once() -> None:
     subject = Subject()
     assert subject.read(0, 6, waiting=2, usage=0.5) == [
-        OthersOnRank(RankId(0), 2, 500),
-        OthersOnRank(RankId(1), 8, 500),
+        ForeignLoad(RankId(0), 2, 500),
+        ForeignLoad(RankId(1), 8, 500),
     ]
 
 
