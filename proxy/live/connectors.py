@@ -30,7 +30,7 @@ class MissingKvError(BalanceRouteError):
 
 @dataclass(frozen=True, slots=True)
 class BootstrapIdentity:
-    """What a prefiller's bootstrap server tells."""
+    """What a prefiller's bootstrap server returns."""
 
     engine_id: str  # The engine's id, new with each start.
     bootstrap_address: str  # Where decoders ask for the engine.
@@ -51,7 +51,7 @@ class Connector(ABC):
         """Return the prefill leg's parameters as JSON. `transfer` is unique per leg."""
 
     def computes_part(self, returned: object, prompt_tokens: int) -> bool:
-        """Return whether a prefiller told that it left the end of the prompt to the rank."""
+        """Return whether a prefiller reported that it left the end of the prompt to the rank."""
         del returned, prompt_tokens
         return False
 

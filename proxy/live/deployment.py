@@ -180,7 +180,7 @@ class Deployment:
             clock=clock,
             rng=environment.rng,
         )
-        self._foreign_loads: ForeignLoadMeter  # What others have on the ranks.
+        self._foreign_loads: ForeignLoadMeter
         self.scraper = self._make_scraper(clock)
         self.model_routes = ModelRoutes(self.instances)
         self.models = ModelList(self.instances)  # The models of its engines.
@@ -197,8 +197,8 @@ class Deployment:
         self.pass_through: PassThrough  # Serves requests that one engine answers alone.
 
     @property
-    def _hears(self) -> bool:
-        """Whether any engine tells what it has cached."""
+    def _follows_events(self) -> bool:
+        """Whether any engine reports what it has cached."""
         instances = self.instances
         return instances.engine_blocks is not None or instances.rank_blocks is not None
 
@@ -206,7 +206,7 @@ class Deployment:
         """Find the engines.
 
         Raises:
-            ConfigError: A decode server answers, but does not tell its ranks.
+            ConfigError: A decode server answers, but does not report its ranks.
         """
         config, roster, environment = self.config, self.roster, self._environment
         ordered = ordered_state(environment.orders, environment.group, self._settings())
@@ -268,7 +268,7 @@ class Deployment:
         )
         if self.roster.pairing.active:
             yield "pairs of engines", self.roster.pairing.run
-        if self._hears:
+        if self._follows_events:
             from balanceroute.proxy.live.kv_events import follow, subscribed  # noqa: PLC0415
 
             yield (
@@ -307,7 +307,7 @@ class Deployment:
             self._state_file = None
 
     async def read_loads(self) -> None:
-        """Have the scheduler know what others have on the ranks now: another process decided until now."""
+        """Give the scheduler the foreign load of the ranks now: another process decided until now."""
         self._foreign_loads.forget()
         await asyncio.gather(
             *(self.scraper.again(one) for one in self.roster.targets() if one.role is Role.DECODE)
@@ -582,7 +582,7 @@ class Deployment:
         """Return the ranks of an engine that was found, None for a prefiller, if it answers.
 
         Raises:
-            FetchError: It does not, or does not tell its ranks.
+            FetchError: It does not, or does not report its ranks.
         """
         url, ranks = found.target.url, found.ranks
         try:
@@ -652,7 +652,7 @@ async def _ranks_of(fetch: Callable[[str], Awaitable[bytes]], url: EngineUrl) ->
 
 
 def _make_blocks(config: ProxyConfig) -> "tuple[EngineBlocks | None, EngineBlocks | None]":
-    """Return what prefillers and ranks are to tell of their prefix caches; None for nothing."""
+    """Return what tracks the prefix caches of prefillers and of ranks by their events; None for nothing."""
     if not (config.follows_kv_events or config.follows_rank_kv_events):
         return None, None
     from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks  # noqa: PLC0415

@@ -66,8 +66,8 @@ class Environment:
     # Listen for clients already; none to listen at the address of the settings.
     public_sockets: Sequence[socket.socket] = ()
     admin_sockets: Sequence[socket.socket] = ()  # Listen for administrators likewise.
-    # Moves the ordinary events of streams; None if nobody else does, as in virtual time, which has
-    # no descriptors.
+    # Moves the ordinary events of streams; None without one, as in virtual time, which has no
+    # descriptors.
     pump: Pump | None = None
     # Returns why nothing may be given to an engine now, as another process leads; empty if it may. None if
     # this process is alone.

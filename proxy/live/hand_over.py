@@ -59,7 +59,7 @@ class Inherited:
     """What the process has from the one that started it; nothing, if that was no hand-over.
 
     Args:
-        environment: Of the process; what names it is removed, so that nobody else inherits it.
+        environment: Of the process; its entry is removed, so that no other process inherits it.
     """
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:

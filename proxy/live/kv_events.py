@@ -62,7 +62,7 @@ async def follow(
 def _source_of(
     prefiller: Prefiller, roster: Roster, ports: EngineSettings, lost: Callable[..., None]
 ) -> KvEventSource | None:
-    """Return where a prefiller's events come from; None if it tells none, or is gone already."""
+    """Return where a prefiller's events come from; None if it sends none, or is gone already."""
     server, blocks = roster.servers.get(prefiller.target), roster.instances.engine_blocks
     if blocks is None or not isinstance(server, PrefillServer) or not _is_there(prefiller):
         return None
@@ -82,7 +82,7 @@ def _source_of_rank(
         None if port is None else f"tcp://{bracketed(url.host)}:{port + (url.rank or 0)}"
         for port in (ports.rank_kv_events_port, ports.rank_kv_replay_port)
     )
-    assert events is not None, "somebody listens"
+    assert events is not None, "the settings name a port of rank events"
     feed = KvFeed(blocks, rank.id, replays=replay is not None)
     return KvEventSource(feed, events, replay, partial(_is_there, rank), lost)
 

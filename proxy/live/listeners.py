@@ -162,7 +162,7 @@ def _picker(
     gateway: Gateway,
     environment: Environment,
 ) -> "Picker | None":
-    """Return what tells gateways where requests go; None, and nothing of it is imported, where it is off.
+    """Return what answers gateways where requests go; None, and nothing of it is imported, where it is off.
 
     Raises:
         ConfigError: Ranks call for their prefills.
@@ -200,7 +200,7 @@ class ControlRoutes:
             self._gateway(request, reply)
             return
         refused = None
-        if len(request.body) > MAX_BODY_BYTES:  # Its head did not tell.
+        if len(request.body) > MAX_BODY_BYTES:  # Its head did not say so.
             refused = _TOO_LARGE
         elif request.method not in _READING and self._pages.going_on >= CONNECTIONS:
             refused = _TOO_MANY  # On the admin listener each has a connection.
@@ -238,8 +238,8 @@ class AdminListener:
 
     def __init__(self, config: ProxyConfig, pages: Admin) -> None:
         self._listening = config.listening
-        # Few and its own: it answers when the public listener is full. Nobody holds them without a request
-        # that is at work: what else is there makes room, and what holds a place for long is bounded.
+        # Few and its own: it answers when the public listener is full. A connection without a request at work
+        # makes room for a new one, and those that keep a place for long are bounded.
         limits = replace(
             config.limits,
             body_limit_bytes=MAX_BODY_BYTES,
@@ -330,7 +330,7 @@ def not_bound(place: str, host: str, port: int, error: OSError) -> ConfigError:
 
 
 def clients_of(config: ProxyConfig, credentials: Credentials) -> Clients:
-    """Return what tells clients apart by keys, which may be newer than the configuration's."""
+    """Return what finds tenants by keys, which may be newer than the configuration's."""
     admission = config.admission
     everybody = Tenant(
         "",

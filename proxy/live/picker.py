@@ -94,7 +94,7 @@ _PIECE_BYTES = 1 << 20  # Of a body, in one message.
 
 
 class Head(Struct, frozen=True):
-    """What a gateway tells of a request before its body."""
+    """What a gateway sends of a request before its body."""
 
     method: bytes
     path: bytes  # Before `?`.
@@ -105,8 +105,8 @@ class Head(Struct, frozen=True):
 class Picked(Struct, frozen=True):
     """Where a request goes."""
 
-    endpoints: tuple[str, ...]  # The first is chosen; the others are tried after it, in order.
-    headers: tuple[tuple[str, str], ...] = ()  # What its engine is to be told besides.
+    endpoints: tuple[str, ...]  # The chosen one, then those that the gateway tries next.
+    headers: tuple[tuple[str, str], ...] = ()  # Further headers for its engine.
     selection: Selection | None = None  # What it holds; None for nothing.
     is_prefill: bool = False  # Whether only its prompt is computed there.
 
@@ -166,7 +166,7 @@ class Choices:
     # The phases.
 
     async def _prefill(self, head: Head, asked: Asked) -> Picked:
-        """Choose who computes a prompt; what the answer may have its decode call tells."""
+        """Choose who computes a prompt; the decode call says how long the answer may be."""
         assert asked.shape is not None
         asked = structs.replace(asked, shape=structs.replace(asked.shape, max_tokens=None))
         selection = self.selector.select(asked)
@@ -237,7 +237,7 @@ class Choices:
         *,
         is_prefill: bool = False,
     ) -> Picked:
-        """Return an engine, and others that may do the same if it refuses."""
+        """Return an engine, and other ones that may do the same if it refuses."""
         endpoints = [endpoint_of(engine)]
         headers: tuple[tuple[str, str], ...] = ()
         if isinstance(engine, Rank):
@@ -566,9 +566,9 @@ async def _next(messages: AsyncIterator[Any], closing: asyncio.Future[None]) -> 
 
 
 def _hints(metadata: Mapping[str, struct_pb2.Struct], headers: Headers) -> frozenset[str] | None:
-    """Return the only endpoints that a gateway allows, as it tells in either way; None for all."""
+    """Return the only endpoints that a gateway allows, as it sends them in either way; None for all."""
     hints: list[str] = []
-    # Without the key it tells of nothing; to ask for one that is not there makes it.
+    # Check for the key first: to read a missing one would add it.
     if _HINTS in metadata and _SUBSET in metadata[_HINTS].fields:
         value = metadata[_HINTS].fields[_SUBSET]
         if value.WhichOneof("kind") == "list_value":
@@ -649,7 +649,7 @@ class Picker(rpc.ExternalProcessorServicer):  # type: ignore[misc]
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, bodies: BodyBudget) -> None:
-        """Listen; bodies count in this budget, which others may have too. Raises ConfigError."""
+        """Listen; bodies count in this budget, which other listeners may share. Raises ConfigError."""
         self.bodies = bodies
         gateway, listening = self._config.gateway, self._config.listening
         server = self._server = grpc.aio.server(
@@ -666,7 +666,7 @@ class Picker(rpc.ExternalProcessorServicer):  # type: ignore[misc]
                 cert, key = listening.certificate
                 pair = (key.read_bytes(), cert.read_bytes())
                 self.port = server.add_secure_port(place, grpc.ssl_server_credentials([pair]))
-        except RuntimeError:  # Its words are many, and do not tell why.
+        except RuntimeError:  # Its words are many, and do not say why.
             flags = f"--pick-host {gateway.pick_host} --pick-port {gateway.pick_port}"
             raise ConfigError(f"{flags}: cannot listen there") from None
         await server.start()

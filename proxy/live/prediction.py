@@ -42,7 +42,7 @@ _VISITS = 100
 
 
 def ticket_features(ticket: Ticket, prompt_tokens: int) -> RequestFeatures:
-    """Return what predictors are told of a request whose prompt is so long."""
+    """Return what predictors get of a request whose prompt is so long."""
     return RequestFeatures(prompt_tokens, ticket.max_tokens, ticket.keys, ticket.expected_tokens)
 
 
@@ -106,7 +106,7 @@ class PredictorSet:
         return answer
 
     def report_refreshes(self) -> None:
-        """Tell the metrics what `survival` was asked since the last time, outside of the decision."""
+        """Report to the metrics what `survival` was asked since the last time, outside of the decision."""
         refreshes, self._refreshes = self._refreshes, []
         for count, seconds in refreshes:
             self._metrics.refreshed(count, seconds)

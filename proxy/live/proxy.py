@@ -135,7 +135,7 @@ class Proxy:
         self.page_of_metrics = MetricsPage(self.metrics.render, asyncio.get_running_loop().time)
 
     def _elect(self, environment: Environment) -> Environment:
-        """Have it said whether this process may decide, if there are others that may."""
+        """Have the leadership say whether this process may decide, if there are other replicas."""
         self.leadership = _leadership(
             self.config,
             environment,
@@ -160,7 +160,7 @@ class Proxy:
         """Find the engines and listen.
 
         Raises:
-            ConfigError: A decode server answers, but does not tell its ranks, or an address cannot be bound.
+            ConfigError: A decode server answers, but does not report its ranks, or an address cannot be bound.
         """
         self._warn_idle()
         for deployment in self.deployments.values():
@@ -179,7 +179,7 @@ class Proxy:
             self._own_tasks.append(self._task("scaling", self._scaling.run))
 
     def _warn_idle(self) -> None:
-        """Warn of settings that do nothing, of which the log does not tell yet."""
+        """Warn of settings that do nothing, if they did something at the last check."""
         configs = [
             replace(one.config, credentials=self._credentials) for one in self.deployments.values()
         ]
@@ -192,7 +192,7 @@ class Proxy:
     def _make_group(self, group: GroupConfig) -> Deployment:
         """Return the deployment of a group. What tenants have in one counts in all."""
         environment = self._environment.of_group(group.name)
-        # One whose decisions fail makes none of the others unready.
+        # One whose decisions fail makes no other one unready.
         failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
         beside = self.deployment.tenancy if self.deployments else None
         return Deployment(
@@ -279,8 +279,8 @@ class Proxy:
     async def stop_orders(self) -> None:
         """Refuse orders from now on; return when those that are carried out have ended, or time is up.
 
-        A process that is to take over is told what was ordered when it begins, and of nothing that is
-        ordered after that. What discovery finds meanwhile it finds by itself.
+        A process that takes over gets the orders given until it begins, and none after that. It finds by
+        itself what discovery finds meanwhile.
         """
         if self.pages is not None:
             await self.pages.stop_orders(_ORDERS_S)
@@ -306,7 +306,7 @@ class Proxy:
             store.hand_over()
         if self.leadership is not None:
             self.leadership.resign()
-        # An order that was sent to this process is told to be given again, not cut off.
+        # This process answers an order that it still gets with an error, and does not cut it off.
         for listener in (self.admin, self.server):
             if listener is not None:
                 listener.hand_over(idle_s=_IDLE_S)
@@ -504,7 +504,7 @@ class Proxy:
         await deployment.close()
 
     def _connect_back(self, deployment: Deployment) -> None:
-        """Tell a connector whose engines call the proxy where it is."""
+        """Give the proxy's address to a connector whose engines call it."""
         engines = deployment.config.engines
         if not engines.metaserver_url:
             scheme = "http" if self._public.tls is None else "https"
@@ -545,7 +545,7 @@ class Proxy:
             await admin.start(self._environment.admin_sockets)
 
     def _scaling_signals(self) -> "ScalingSignals | None":
-        """Return what autoscalers are told; None, and nothing of it is imported, where they are told nothing."""
+        """Return the metrics for autoscalers; None, and nothing of it is imported, where they are off."""
         if not self.config.gateway.scaling_signals:
             return None
         from balanceroute.proxy.live.scaling import ScalingSignals  # noqa: PLC0415

@@ -8,12 +8,12 @@
 
 A replica is one rank: of Ray's own servers `DPPDDecodeServer` and `DPServer` have one replica for each
 data-parallel rank. A request waits in `choose_replicas` until the policy has a slot for it, and holds
-the slot until Ray tells `on_request_completed`, which for a stream is its end. In Ray the decode server
+the slot until Ray calls `on_request_completed`, which for a stream is its end. In Ray the decode server
 asks for the prefill, so this wait comes before it, and the slot is held through it.
 
 How far requests are follows from `output_tokens`, a counter of all that a replica has made, if its
 `record_routing_stats` has that; else each counts as long as its prompt. Each process that holds a
-handle of the deployment has a router of its own, and none knows what the others send: have one.
+handle of the deployment has a router of its own, and none knows what another one sends: have one.
 
 Source: `ray.serve.request_router` of Ray 2.60, https://docs.ray.io/en/latest/serve/advanced-guides/custom-request-router.html
 """
@@ -74,7 +74,7 @@ class BalanceRouter(RequestRouter):
         self._choices = self._new_choices(self._settings)
         self._by_future: dict[asyncio.Future[Any], _Asking] = {}
         self._by_number: dict[RequestId, _Asking] = {}
-        # By replica and the id that Ray tells at the end, which calls of one request share.
+        # By replica and the id that Ray passes at the end, which calls of one request share.
         self._chosen: dict[tuple[str, str], deque[_Asking]] = {}
         self._stats: dict[str, object] = {}  # As read last.
         self._timer: asyncio.TimerHandle | None = None
@@ -135,13 +135,13 @@ class BalanceRouter(RequestRouter):
             found.future.add_done_callback(self._settled)
             self._arm()
         elif found.choice.done():
-            # It has no room there: others send to it, too.
+            # It has no room there: other routers send to it, too.
             self._unchoose(found)
             found.choice = asyncio.get_running_loop().create_future()
             self._choices.refused(found.number)
         return found
 
-    # What Ray tells.
+    # What Ray calls.
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -217,7 +217,7 @@ class BalanceRouter(RequestRouter):
             self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     def _tick(self) -> None:
-        """Read what replicas have made, give up what nobody ends, and decide."""
+        """Read what replicas have made, give up requests whose end does not come, and decide."""
         self._timer = None
         for replica in self._replicas.values():
             stats = replica.routing_stats

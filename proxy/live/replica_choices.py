@@ -1,7 +1,7 @@
 """Choices of decode ranks for a router of another make that calls this one inside its own process.
 
-The caller tells which ranks there are by their names, who asks, what began and ended, and what the ranks'
-counters of output tokens say; `decide` answers. The scheduler and its policies are those of `serve`. There
+The caller passes the names of the ranks, which requests ask, begin and end, and the ranks' counters of output
+tokens; `decide` answers. The scheduler and its policies are those of `serve`. There
 is no prefiller here: each request is in the pool from when it asks.
 
     choices = ReplicaChoices(ReplicaSettings(), time.monotonic)
@@ -104,7 +104,7 @@ class _Progress(Struct):
     """How far a request is that a rank has begun."""
 
     rank: RankId
-    begin: float  # Rounds of its rank when it began; negative if nobody counted them.
+    begin: float  # Rounds of its rank when it began; negative if they are unknown.
     begin_s: float
     reported: int = 0  # Tokens of which the scheduler knows.
 
@@ -114,7 +114,7 @@ class ReplicaChoices:
 
     Args:
         clock: Seconds that never go back.
-        observer: Learns of what is decided; None for nobody.
+        observer: Gets each decision; None for none.
     """
 
     def __init__(
@@ -171,12 +171,12 @@ class ReplicaChoices:
         """Note how long an answer was that has ended, if that is known."""
         progress = self._progress.pop(request, None)
         pace = None if progress is None else self._paces.get(progress.rank)
-        # Of what ran between two readings nobody knows how far it came.
+        # How far a request came that ran between two readings is unknown.
         if progress and pace and progress.begin >= 0.0 and pace.read_s > progress.begin_s:
             made = self.scheduler.emitted(request)
             self._predictor.observe(request, min(max(1, made), MAX_OUTPUT_TOKENS))
 
-    # What the caller tells. Of a request that is over, or unknown, nothing more follows.
+    # What the caller calls. For a request that is over, or unknown, a call does nothing.
 
     def replicas(self, slots: Mapping[str, int]) -> None:
         """Note which replicas there are, and the requests that each takes at a time."""
@@ -233,7 +233,7 @@ class ReplicaChoices:
         if not self._lives(request) or request in self._progress:
             return
         rank = self.scheduler.requests[request].rank
-        assert rank is not None, "nobody begins what was not chosen for"
+        assert rank is not None, "a request begins only once it has a rank"
         pace, now_s = self._paces.get(rank), self._clock()
         begin = -1.0 if pace is None else pace.rounds_at(now_s)
         self._progress[request] = _Progress(rank, begin, now_s)
@@ -245,7 +245,7 @@ class ReplicaChoices:
             self.feed(RequestFinished(request), self._now_ns())
 
     def cancelled(self, request: RequestId) -> None:
-        """Note that nobody waits for it, or for its answer."""
+        """Note that its caller no longer waits for it, or for its answer."""
         if self._lives(request):
             self._progress.pop(request, None)
             self.feed(RequestCancelled(request), self._now_ns())
@@ -275,7 +275,7 @@ class ReplicaChoices:
         return found
 
     def _advance(self, now_ns: int) -> None:
-        """Tell the scheduler how far the requests are by now, as their ranks' rounds tell."""
+        """Report to the scheduler how far the requests are by now, by their ranks' rounds."""
         now_s = self._clock()
         for request, progress in self._progress.items():
             pace = self._paces.get(progress.rank)

@@ -62,7 +62,7 @@ class ScalingSignals(OfLoads):
     """Looks at each group once a second, and exports what follows.
 
     Args:
-        kv_tokens: Returns the KV tokens that fit on a rank of a group, by its name; None if nobody knows.
+        kv_tokens: Returns the KV tokens that fit on a rank of a group, by its name; None if unknown.
     """
 
     def __init__(

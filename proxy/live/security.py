@@ -32,7 +32,7 @@ class Secret:
     value: bytes = field(repr=False)
 
     def matches(self, given: bytes) -> bool:
-        """Return whether `given` is the key, in a time that does not tell how much of it is."""
+        """Return whether `given` is the key, in a time that does not depend on how much of it is."""
         return hmac.compare_digest(self.value, given)
 
 
@@ -56,7 +56,7 @@ class Tenant:
 
 
 def digest_of(key: bytes) -> Secret:
-    """Return what a file has of a key. It tells nothing of a key that nobody can guess."""
+    """Return what a file has of a key. It reveals nothing of a key that cannot be guessed."""
     return Secret(sha256(key).hexdigest().encode())
 
 
@@ -93,7 +93,7 @@ def read_secrets(path: Path) -> tuple[Secret, ...]:
     """Read a file of keys, one a line; empty lines and lines that begin with # do not count.
 
     Raises:
-        ConfigError: The file cannot be read, others may read or change it, or it holds no key or
+        ConfigError: The file cannot be read, other users may read or change it, or it holds no key or
             something that is none. The message reads on from the name of the setting.
     """
     content = _read(path)
@@ -164,7 +164,7 @@ def _open(name: str, flags: int) -> int:
 # Which requests a web page may have made: what a listener without a token must not obey.
 #
 # A page of another site may send requests to loopback, and after its own name was made to resolve
-# to loopback (DNS rebinding) it may read the answers too. The browser tells: Host is the page's
+# to loopback (DNS rebinding) it may read the answers too. The browser shows it: Host is the page's
 # name, and Origin, which browsers send with every POST and with requests to another site, is
 # where it came from.
 
@@ -249,7 +249,7 @@ def server_context(cert: Path, key: Path, *, http2: bool = False) -> ssl.SSLCont
         http2: Whether HTTP/2 is spoken too.
 
     Raises:
-        ConfigError: They cannot be read, others may read the key, or they do not belong together.
+        ConfigError: They cannot be read, other users may read the key, or they do not belong together.
             The message reads on from the name of the setting.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

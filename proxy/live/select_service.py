@@ -16,9 +16,9 @@
 Paths, members and errors are those of Dynamo's select service (its `lib/kv-router/src/services/selection`,
 1.6 and later), whose members beyond these change nothing here. Two differ: an engine has one role, so a
 request of both has a reservation whose prefiller is named first and whose rank by `prefill_complete`, and
-workers are registered where this proxy finds its engines. Of a prefiller it is told `pull_within_s`: that long
-after a caller has sent the prompt there, and no later, the rank may be asked to pull. A reservation that nobody ends is ended by the
-time limits of its legs, see `selection`; one whose caller hangs up while it waits, at once.
+workers are registered where this proxy finds its engines. The answer with a prefiller has `pull_within_s`: that
+long after a caller has sent the prompt there, and no later, it may ask the rank to pull. A reservation ends with
+its caller's connection while that waits, else at the latest by the time limits of its legs, see `selection`.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ MAX_BODY_BYTES = 1 << 20
 CONNECTIONS = 4096
 """At a time; each request that waits for an engine has one."""
 BLOCK_TOKENS = 16
-"""What `output_block` counts, as `block_size` tells."""
+"""What `output_block` counts; answers have it as `block_size`."""
 
 _MOST_TOKENS = 1 << 24  # More than any context has.
 _MOST_BLOCKS = 8192  # Whose hashes a request may have.
@@ -258,7 +258,7 @@ class SelectService:
         hashes = len(asked.sequence_hashes)
         if not hashes:
             raise _RefusedError(400, "sequence_hashes are required: prompts are known by them here")
-        # Of a prompt whose length is not told, each block that is named is full.
+        # Of a prompt without a length, each block that is named is full.
         asked = structs.replace(
             asked, token_ids=None, isl_tokens=asked.isl_tokens or hashes * size + 1
         )
@@ -282,7 +282,7 @@ class SelectService:
         _send(reply, 200, body)
 
     def _cached(self, group: Group, asked: _Prompt) -> dict[PrefillerId, int] | None:
-        """Return what each prefiller should have of a prompt; None if nobody follows that."""
+        """Return what each prefiller should have of a prompt; None if the proxy does not follow that."""
         tokens, blocks = _tokens(asked), _blocks(asked)
         ticket = Ticket(tokens, blocks=blocks, block_tokens=float(asked.block_size))
         now_ns = round(self._groups.context.clock() * 1e9)
@@ -598,7 +598,7 @@ def _number(session: str) -> int:
 def _read(
     request: HttpRequest, decoder: "msgspec.json.Decoder[_Body]", *, may_be_empty: bool = False
 ) -> _Body:
-    """Return the body of a request; what is wrong with it is told with its place."""
+    """Return the body of a request; an error names the place that is wrong."""
     try:
         return decoder.decode(request.body or (b"{}" if may_be_empty else b""))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

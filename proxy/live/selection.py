@@ -1,10 +1,10 @@
-"""Choices of engines for requests whose bytes somebody else moves: a gateway, or another router.
+"""Choices of engines for requests whose bytes another program moves: a gateway, or another router.
 
 The scheduler, its admission rules, pool and leases are those of `serve`. A caller asks for the prefiller of
 a request, says when its prefill has ended, asks for the rank, which may wait in the pool, and says how the
-request ends. What nobody says is bounded: a prefill by --prefill-timeout-s, a rank for which nobody asks by
---first-token-timeout-s, an answer by --answer-timeout-s, and all that a rank has by what its engine tells.
-How far requests are follows from the engines' counters of output tokens, unless their caller tells.
+request ends. A missing call has a time limit: the end of a prefill --prefill-timeout-s, the call for a rank
+--first-token-timeout-s, the end of an answer --answer-timeout-s; an engine that reports no request ends all that
+its rank has. How far requests are follows from the engines' counters of output tokens, unless callers report it.
 
     selection = selector.select(Asked("id", prompt_tokens=900))   # or `open`, and a `Gateway` reads the body
     await selection.prefiller(); selection.prefilled(); await selection.rank()
@@ -53,7 +53,7 @@ from balanceroute.proxy.wire.messages import Headers, bracketed
 
 _Engine = TypeVar("_Engine")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-# A request is taken for begun this long after its rank was told, unless its caller says more: until then its
+# A request counts as begun this long after its caller got its rank, unless it says more: until then its
 # KV cache counts as the prefiller's, and its slot as taken.
 _BEGINS_S = 0.5
 # A request may be on its way for so long before its rank knows of it: a rank that is empty until then may
@@ -73,7 +73,7 @@ class SelectionRefusedError(BalanceRouteError):
 
 
 class Selection:
-    """One request, as its caller asks and tells of it.
+    """One request, as its caller asks for and reports on it.
 
     In its session it stands where a client's `Reply` is, which here has refusals alone.
 
@@ -81,10 +81,10 @@ class Selection:
         request_id: Names it among those that are not over.
         prefilled_before: Whether a prefiller has its KV cache already, of which nothing else is known.
         eligible: The only engines that may be chosen; None for all.
-        claimed: Whether somebody has asked for its rank.
+        claimed: Whether a caller has asked for its rank.
         refusal: Why it gets no engine any more; None while it may.
         waiting: Callers that wait for a choice now.
-        begins_by_itself: Whether it counts as begun soon after its rank was told, though nobody says so.
+        begins_by_itself: Whether it counts as begun soon after its caller got its rank, without a call.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Selection:
         self.on_resume: Callable[[], None] | None = None
         self.more_headers: Headers = []
 
-    # What its caller asks and tells. What comes too late changes nothing, and returns False.
+    # What its caller calls. A call that comes too late changes nothing, and returns False.
 
     async def prefiller(self) -> Prefiller | None:
         """Wait for its prefiller; None if its rank computes the prompt, or a prefiller has.
@@ -150,7 +150,7 @@ class Selection:
         return self._call(lambda session: session.decode_began(seen=True))
 
     def emitted(self, tokens: int) -> bool:
-        """Note that its rank has made so many tokens, of all sequences, in place of what counters tell."""
+        """Note that its rank has made so many tokens, of all sequences, in place of what counters say."""
         return self._call(lambda session: session.progressed(tokens))
 
     def ended(self, output_tokens: int | None = None) -> bool:
@@ -158,7 +158,7 @@ class Selection:
         return self._call(lambda session: session.decode_ended(output_tokens))
 
     def failed(self, reason: str) -> bool:
-        """Note that an engine failed it, or nobody knows what became of it."""
+        """Note that an engine failed it, or that its end is unknown."""
         return self._call(lambda session: session.went_wrong(reason))
 
     def cancel(self) -> bool:
@@ -190,7 +190,7 @@ class Selection:
     # What its session says.
 
     def choose(self, engine: Prefiller | Rank | None) -> None:
-        """Tell who does the next leg; None for no prefiller."""
+        """Set who does the next leg; None for no prefiller."""
         if isinstance(engine, Rank):
             self._rank.set_result(engine)
         if not self._prefiller.done():
@@ -203,7 +203,7 @@ class Selection:
         for choice in (self._prefiller, self._rank):
             if not choice.done():
                 choice.set_exception(refusal)
-                choice.exception()  # Nobody has to ask for it.
+                choice.exception()  # No caller has to read it.
         if over is not None:
             over(self)
 
@@ -218,7 +218,7 @@ class Selection:
             self.release()
 
     def _never(self, *_answer: object) -> None:
-        raise NotImplementedError("nobody reads its answer here")
+        raise NotImplementedError("no client reads its answer here")
 
     start = comment = write = end = _never
 
@@ -230,7 +230,7 @@ class Selection:
 
 
 class _Elsewhere(Attempt):
-    """A leg that somebody else has with an engine."""
+    """A leg that the caller has with an engine."""
 
     __slots__ = ("_paces", "_rank", "_since", "reported")
 
@@ -239,7 +239,7 @@ class _Elsewhere(Attempt):
     ) -> None:
         super().__init__(session, leg, engine)
         self.posted_s = session.context.clock()
-        self.reported: int | None = None  # Tokens that the caller told of.
+        self.reported: int | None = None  # Tokens, if the caller reports them.
         self._paces = paces
         self._rank = engine if isinstance(engine, Rank) else None
         self._since: float | None = None  # What the rank had done when it began.
@@ -260,7 +260,7 @@ class _Elsewhere(Attempt):
 
     @property
     def unseen_end(self) -> bool:
-        """Whether its rank tells that it has no request, for long enough to be believed."""
+        """Whether its rank reports no request, for long enough to be believed."""
         if self._rank is None:
             return False
         empty_s = self._paces.empty_since_s(self._rank.id)
@@ -307,7 +307,7 @@ class Reservation(Session):
         assert host.paces is not None, "the selector makes them"
         self._paces, self._selection = host.paces, reply
         self._began_s = 0.0
-        self._answered_s: float | None = None  # When the prefiller did, if that was told.
+        self._answered_s: float | None = None  # When the prefiller did, if that was reported.
         reply.session = self
 
     @property
@@ -375,7 +375,7 @@ class Reservation(Session):
             self._too_late("its KV cache went with its prefiller")
 
     def instance_removed(self, target: Target, *, gently: bool = False) -> None:
-        """End it if it must not stay; its caller is at the engine, and nobody can call it back."""
+        """End it if it must not stay; its caller is at the engine, and cannot be called back."""
         if self.phase is POOLED:
             self._too_late("its prefiller was removed")
         elif not gently:
@@ -405,8 +405,8 @@ class Reservation(Session):
         tokens = prompt_tokens or self.ticket.prompt_tokens
         record.prefilled_ns = round(context.clock() * 1e9)
         lease_s = context.legs.lease_s
-        # Nobody says when the engine's answer came, and its caller may tell of it late: a KV cache that is
-        # pulled after its lease is another prompt's. So the lease counts from when the prefiller was told.
+        # When the engine's answer came is unknown, as its caller may report it late, and a KV cache that is
+        # pulled after its lease is another prompt's. So the lease counts from when the caller got the prefiller.
         lease_ns = None if lease_s is None else round((self._leg.posted_s + lease_s) * 1e9)
         implied: list[Report] = [LegSucceeded(prefiller.target)]
         if prompt_tokens is not None:
@@ -493,7 +493,7 @@ def _both(one: Eligible | None, other: Eligible | None) -> Eligible | None:
 
 
 class Asked(Struct, frozen=True):
-    """What a caller tells of a request whose body it keeps."""
+    """What a caller says of a request whose body it keeps."""
 
     request_id: str  # 1 to 128 visible characters.
     prompt_tokens: int
@@ -523,7 +523,7 @@ class Selector:
     def __init__(self, groups: Groups, refusals: Refusals, unix_s: Callable[[], float]) -> None:
         self._groups, self._refusals, self._unix_s = groups, refusals, unix_s
         self._live: dict[str, Selection] = {}
-        # Of those that ended while nobody waited, the latest.
+        # Of those that ended while no caller waited, the latest.
         self._refused: dict[str, SelectionRefusedError] = {}
         self._follow()
 
@@ -559,7 +559,7 @@ class Selector:
         """Return the selection of an id; None if there is none.
 
         Raises:
-            SelectionRefusedError: It ended lately, while nobody waited: its KV cache is not to be used.
+            SelectionRefusedError: It ended lately, while no caller waited: its KV cache is not to be used.
         """
         found = self._live.get(request_id)
         if found is None and (refusal := self._refused.pop(request_id, None)) is not None:

@@ -90,7 +90,7 @@ class ServeCommand:
     # Reads the files of keys, certificates and tenants again. Raises ConfigError.
     read_credentials: Callable[[], Credentials]
     make_group: Callable[[Mapping[str, object]], GroupConfig] | None = None  # See `Environment`.
-    # Settings that were not given, and are as the engines tell, by name.
+    # Settings that were not given, and are as the engines report, by name.
     from_engines: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -1,12 +1,12 @@
 """The whole unit as one model server, as an endpoint picker above it reads one.
 
 The protocol is that of the Gateway API Inference Extension (its proposal 003); the names are vLLM's
-unless the settings have others. A picker takes the first sample of a metric, so each has one, whatever
+unless the settings have other ones. A picker takes the first sample of a metric, so each has one, whatever
 groups there are. It prefers the endpoint that says least:
 
 - `waiting` has no engine: the queue before prefill, the pool, and what waits for one engine alone.
 - `running` is at work on one: in prefill or decode.
-- `kv-usage` is the mean of the live decode ranks by their capacity, as their engines told it last, else by
+- `kv-usage` is the mean of the live decode ranks by their capacity, by their engines' last report, else by
   the scheduler's books. A unit without a live rank is full: it must not look idle.
 - `cache` has the blocks of the live ranks together.
 - `lora` has the adapters of the requests that are there, while engines serve any.
@@ -31,13 +31,13 @@ from balanceroute.proxy.live.telemetry.registry import render
 KEPT_S = 0.05
 """Pickers ask that often; no page is made more often."""
 
-_BLOCK_TOKENS = 16  # Until an engine has told.
-_MOST_ADAPTERS = 64  # Of which each list tells.
+_BLOCK_TOKENS = 16  # Until an engine has reported.
+_MOST_ADAPTERS = 64  # In each list.
 _WAITING = (LifecycleState.QUEUED, LifecycleState.POOLED)
 
 
 class _Size(NamedTuple):
-    """What an engine told of the KV cache of each of its ranks."""
+    """What an engine reported of the KV cache of each of its ranks."""
 
     tokens: int | None
     block_tokens: int | None
@@ -69,7 +69,7 @@ class UnitMetrics(Collector):
 
     Args:
         names: Of the metrics, by what each is.
-        gauges: Returns what the engines of a group told lately, by the group's name.
+        gauges: Returns the latest gauges of the engines of a group, by the group's name.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class UnitMetrics(Collector):
         blocks = [size.block_tokens for size in sizes.values() if size.block_tokens]
         self._block_tokens = min(blocks, default=self._block_tokens)
         known = [size for _, size in shares if size is not None]
-        # One that has told nothing counts as the mean of those that have.
+        # One that has reported nothing counts as the mean of those that have.
         unknown = sum(known) / len(known) if known else 1.0
         weights = [unknown if size is None else size for _, size in shares]
         if not weights:
@@ -161,7 +161,7 @@ class UnitMetrics(Collector):
         return _Cache(min(1.0, used / sum(weights)), sum(known), self._block_tokens)
 
     def _adapters(self) -> dict[str, str]:
-        """Return the labels that tell of adapters; empty while engines serve none."""
+        """Return the labels about adapters; empty while engines serve none."""
         served: set[str] = set()
         names: tuple[set[str], set[str]] = (set(), set())  # Of requests that run, and that wait.
         for group in self._groups:

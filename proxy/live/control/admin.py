@@ -24,9 +24,10 @@
     /workers, /workers/ID         engines, as training frameworks list, add and remove them: `Workers`
     /list_workers, /add_worker, /remove_worker      likewise
 
-A proxy with several groups of engines is told by "group" which one an order is about. Paths are exact. Bodies are JSON, whatever their Content-Type says. Without a token no web page can
-give orders to a listener on loopback: see `check_host`. Every order is logged with the address it
-came from. Errors have the shape of `openai.errors`.
+With several groups of engines, "group" names the one that an order is about. Paths are exact. Bodies are
+JSON, whatever their Content-Type says. Without a token no web page can give orders to a listener on
+loopback: see `check_host`. The log has every order, with the address it came from. Errors have the shape of
+`openai.errors`.
 """
 
 import asyncio
@@ -95,7 +96,7 @@ from balanceroute.proxy.wire.messages import Headers, HttpRequest, Reply, bracke
 # stays over restarts.
 
 PATH = b"/workers"
-# What this router finds out by itself, or does not need, may be told.
+# Members that are allowed, though the proxy finds them out by itself or does not need them.
 MORE_OF_A_WORKER = frozenset(
     {"ranks", "bootstrap_port", "cost", "group", "labels", "model_id", "priority", "runtime"}
 )
@@ -237,7 +238,7 @@ MAX_WAITS = CONNECTIONS - KEPT
 _WAIT_STEP_S = 0.25
 
 _MORE_OF_AN_INSTANCE = frozenset({"ranks", "bootstrap", "group", "kv_events", "kv_replay"})
-# The process that takes over would not be told of it; it takes orders in about a second.
+# An order now would not reach the process that takes over; it takes orders in about a second.
 _TAKING_OVER = "a new version of the proxy is taking over: order again"
 _OPEN_PATHS = frozenset({b"/", b"/health", b"/liveness", b"/ready", b"/readiness", b"/healthcheck"})
 

@@ -8,8 +8,8 @@ from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.instances import Role, Target
 
 _log = logging.getLogger(__name__)
-# All decisions begin anew with another limit, which an engine may tell at each scrape: between two of
-# them, when less fits, and when more does.
+# Another limit makes all decisions begin anew, and an engine may report one at each scrape. So the least
+# time between two of them: when less fits, and when more does.
 _LESS_S, _MORE_S = 0.5, 5.0
 
 
@@ -19,7 +19,7 @@ class KvCapacity:
     Args:
         given: `--rank-kv-tokens`; None if it is not given.
         used: Whether what the ranks say is used where nothing is given.
-        prefiller_share: How full a prefiller may be; None if nobody asks.
+        prefiller_share: How full a prefiller may be; None for no limit by it.
 
     Attributes:
         prefiller_tokens: KV tokens that each prefiller may hold: the least that one says, times that
@@ -57,7 +57,7 @@ class KvCapacity:
             _log.warning(message, extra={"fields": fields})
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether to `settle`: some time after the last time, if an engine has told something new."""
+        """Return whether to `settle`: some time after the last time, if an engine has reported something new."""
         wait_s = _LESS_S if self._less else _MORE_S
         if not self._new or now_s < self._settled_s + wait_s:
             return False
@@ -65,7 +65,7 @@ class KvCapacity:
         return True
 
     def settle(self, is_there: Callable[[Target], bool]) -> bool:
-        """Find what fits by what the engines that are there told; return whether that has changed."""
+        """Find what fits by the reports of the engines that are there; return whether that has changed."""
         self._sizes = {one: size for one, size in self._sizes.items() if is_there(one)}
         self._warned = set(filter(is_there, self._warned))
         before = self.tokens, self.prefiller_tokens
@@ -86,7 +86,7 @@ class KvCapacity:
 
 # The slots of the decode ranks: what the settings say, and what the engines' metrics show.
 
-# Scrapes in a row at which an engine runs equally many while others wait in it.
+# Scrapes in a row at which an engine runs equally many requests while more wait in it.
 _SCRAPES = 5
 # Above it, memory may be what they wait for.
 _FULL = 0.8
@@ -104,8 +104,8 @@ class _Seen(NamedTuple):
 class RankSlots:
     """Warns once of each engine whose ranks run fewer requests at a time than they are sent.
 
-    vLLM's metrics do not tell `max_num_seqs`. But a rank that has reached it runs as many requests at
-    every scrape, while others wait and blocks are free. Requests whose KV cache is on its way wait as
+    vLLM's metrics do not have `max_num_seqs`. But a rank that has reached it runs as many requests at
+    every scrape, while more wait and blocks are free. Requests whose KV cache is on its way wait as
     well; then those that run change from one scrape to the next.
     """
 

@@ -52,8 +52,8 @@ class OrderStore:
     Without a file nothing is encoded until a hand-over asks for it, which may never be.
 
     Args:
-        path: The file; None to keep it in this process, which tells its successor.
-        handed_over: What this process was told so, which is newer than the file.
+        path: The file; None to keep it in this process, which passes it to its successor.
+        handed_over: What its predecessor passed to this process, which is newer than the file.
     """
 
     def __init__(self, path: Path | None = None, handed_over: bytes = b"") -> None:
@@ -201,6 +201,6 @@ async def keep_trying(store: OrderStore) -> None:
     """Write what could not be written, as on a full disk, as soon as that can be; for ever."""
     while True:
         await asyncio.sleep(_AGAIN_S)
-        with suppress(OSError):  # It was told when it was ordered.
+        with suppress(OSError):  # The answer to the order has reported it.
             if store.retry():
                 _log.info("orders are kept again")

@@ -40,7 +40,7 @@ def read_order(
     """Return the body of an order.
 
     Raises:
-        Refusal: It is not a JSON object with the required keys, and no others but the optional ones, which
+        Refusal: It is not a JSON object with the required keys, and only optional ones beside them, which
             are all where `optional` is None.
     """
     try:

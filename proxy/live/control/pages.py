@@ -28,9 +28,7 @@ from balanceroute.proxy.live.openai.routes import FANNED_OUT
 from balanceroute.proxy.live.security import Secret
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Reply
 
-# The state every 0.8 s, as server-sent events, to whoever looks at the page.
-#
-# Nothing runs while nobody does.
+# The state every 0.8 s, as server-sent events, to each open page. Without one nothing runs.
 
 MAX_VIEWERS = 8
 """The admin listener has few connections, and orders need some."""
@@ -181,8 +179,8 @@ def as_json(value: object) -> object:
 #     POST /flush_cache      sglang's name of /reset_prefix_cache
 #     POST of FANNED_OUT     ?timeout_s=; the rest of the query, and the body, are the engines'
 #
-# 200 if every engine did as it was told, else 502. The orders stand in both cases, and the body
-# tells what each engine answered.
+# 200 if every engine carried its order out, else 502. The orders stay in force in both cases, and the
+# body has each engine's answer.
 
 ABORT = b"/abort_requests"
 PATHS = frozenset(
@@ -349,7 +347,7 @@ def _hash(tag: bytes) -> str:
     return base64.b64encode(hashlib.sha256(inside).digest()).decode()
 
 
-# It runs no other script, asks nobody else, and no other page can frame it and steal clicks.
+# It runs no other script, asks no other server, and no other page can frame it and steal clicks.
 _POLICY = (
     f"default-src 'none'; script-src 'sha256-{_hash(b'script')}'; "
     f"style-src 'sha256-{_hash(b'style')}'; img-src data:; connect-src 'self'; "

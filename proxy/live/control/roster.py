@@ -64,7 +64,7 @@ class DrainDeadlines:
         self._at[target] = self._unix_s() + after_s, timer
 
     def forget(self, target: Target) -> None:
-        """Have an engine left by nobody: it was taken back, or is gone."""
+        """Drop the deadline of an engine: it was taken back, or is gone."""
         found = self._at.pop(target, None)
         if found is not None:
             found[1].cancel()
@@ -118,7 +118,7 @@ _DISCOVERY_S = 1.0
 
 
 async def await_decoder(roster: "Roster", server: DecodeServer) -> None:
-    """Ask a decode server for its ranks until it tells them, then add them."""
+    """Ask a decode server for its ranks until it reports them, then add them."""
     while True:
         await asyncio.sleep(_DISCOVERY_S)
         try:
@@ -155,7 +155,7 @@ class Addition:
     role: Role  # What it does.
     url: str  # Its address.
     ranks: int | None = None  # The number of a decode server's ranks.
-    asked: bool = False  # Whether the server told it, so that it is asked again after a restart.
+    asked: bool = False  # Whether the server reported it: after a restart it is asked again.
     # The address of a prefiller's bootstrap server; None for the usual one.
     bootstrap: str | None = None
     # Where a prefiller publishes its KV cache events; None if it does not say.
@@ -196,7 +196,7 @@ class Roster:
         self.endpoints: dict[str, Endpoint] = {}
         # What was said of each engine that is not removed.
         self.servers: dict[Target, PrefillServer | DecodeServer] = {}
-        # The decode servers that have not told their ranks yet.
+        # The decode servers that have not reported their ranks yet.
         self.silent: list[DecodeServer] = []
         self._slots = slots
         self._connector = connector
@@ -272,7 +272,7 @@ class Roster:
         One that is asked and does not answer is one of `silent`.
 
         Raises:
-            ConfigError: It answers, but does not tell.
+            ConfigError: It answers, but does not report them.
         """
         self.servers[Target(Role.DECODE, server.url.base)] = server
         if server.discover:
@@ -320,7 +320,7 @@ class Roster:
 
         Raises:
             ConfigError: An address is none, something is said of an instance that it cannot have,
-                it has too many ranks, or the server does not tell them.
+                it has too many ranks, or the server does not report them.
             ConflictError: It is there already.
         """
         address = EngineUrl.parse(addition.url)
@@ -559,8 +559,8 @@ class Roster:
     def _changed_itself(self, target: Target) -> None:
         """Note that an instance has opened or closed by itself, as many may at the same time.
 
-        The scheduler is told at once. What concerns all engines follows now or, with what else changes
-        in the meantime, a moment later.
+        The scheduler gets it at once. The work for all engines follows now, or a moment later together with
+        further changes.
         """
         self._driver.reopen(self.instances.of(target))
         loop = asyncio.get_running_loop()
@@ -671,7 +671,7 @@ class EngineOrders:
 
         Raises:
             ConfigError: The order cannot be carried out, names no group where there are some, or names KV
-                cache events that nobody would follow.
+                cache events that the proxy would not follow.
             ConflictError: It is there already, perhaps in another group.
             UnknownInstanceError: There is no such group.
         """

@@ -119,8 +119,8 @@ def instance_rows(
 ) -> list[dict[str, object]]:
     """Return one row per instance, with its last quarantine and the requests in flight on it.
 
-    `still` names the ranks that make no tokens while others do. `unfit` says why it is paired with no engine of the other role, where that is so, and `doubts` what
-    speaks against its place.
+    `still` names the ranks that make no tokens while other ranks do. `unfit` says why it is paired with no
+    engine of the other role, where that is so, and `doubts` what speaks against its place.
     """
     rows: list[dict[str, object]] = []
     counts = roster.in_flight()
@@ -266,7 +266,7 @@ def _oldest_pooled_s(driver: Driver, now_s: float) -> float:
     return max(0.0, now_s - pooled_ns / 1e9)
 
 
-# What the admin page shows, made from a snapshot every 0.8 s while somebody looks.
+# What the admin page shows, made from a snapshot every 0.8 s while a page is open.
 
 
 _SHOWN_OF_ALL = (

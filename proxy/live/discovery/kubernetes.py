@@ -1,7 +1,7 @@
 """Engines in EndpointSlices: listed, then watched, at the API server of Kubernetes.
 
-A watch ends after some minutes, and goes on from the last version that was told. When the server no
-longer knows that version (410 Gone), everything is listed again. What was told last holds meanwhile.
+A watch ends after some minutes, and goes on from the last version that the server sent. When it no longer
+knows that version (410 Gone), the proxy lists everything again. The last view holds meanwhile.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
-# Engines in EndpointSlices of Kubernetes (discovery.k8s.io/v1), as its API server tells of them.
+# Engines in EndpointSlices of Kubernetes (discovery.k8s.io/v1), as its API server sends them.
 #
 # A slice has up to some hundred endpoints of one Service, and the labels of that Service. An
 # endpoint may be in two slices for a moment, and a pod with addresses of two families is in
@@ -42,7 +42,7 @@ class WatchError(BalanceRouteError):
 
 
 class ExpiredError(WatchError):
-    """It no longer knows the version from which it is to tell changes: everything is listed again."""
+    """The server no longer knows the version that a watch begins at: everything is listed again."""
 
 
 class Slices:
@@ -77,7 +77,7 @@ class Slices:
             self._put(name, self._engines(one))
 
     def apply(self, line: bytes) -> bool:
-        """Take a change; return whether the slices are others now.
+        """Take a change; return whether it was one of a slice.
 
         Raises:
             ExpiredError: The changes since the version are not known any more.
@@ -168,7 +168,7 @@ def _engines(
             continue
         target = Target(role, EngineUrl(scheme, host, number).base)
         pod = (endpoint.get("targetRef") or {}).get("uid") or host
-        # A condition that is not told is true, but for the last.
+        # A missing condition is true, but for the last.
         yield (
             f"{role.value} {pod}",
             Found(
@@ -381,7 +381,7 @@ class KubernetesSlices:
         self._backoff_s = _BACKOFF_S[0]
 
     async def run(self, report: "Callable[[View], None]") -> None:
-        """List, then watch, and tell all engines after each change."""
+        """List, then watch, and report all engines after each change."""
         try:
             while True:
                 try:

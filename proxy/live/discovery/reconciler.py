@@ -2,15 +2,15 @@
 
 Rules:
 - An engine is added as an administrator adds it, once its source says that it is ready, its /health
-  answers and it tells its ranks. One that does not answer is asked again and again.
-- What a reading tells is one change, however many engines it adds or takes away: those that answered are
-  added together when all of the reading were asked. Nobody waits long for those that are slow.
+  answers and it reports its ranks. One that does not answer is asked again and again.
+- A reading is one change, however many engines it adds or takes away: those that answered are added
+  together when all of the reading were asked. A slow one delays them by some seconds at most.
 - Engines are asked a few at a time. Of more than `limit` engines some are left out: not those that are
   registered.
 - One that is missing for `hold_s`, or is about to end, gets nothing new. It is removed when its last
   request has ended and the last KV cache that it holds was pulled. If it comes back, it is taken back.
-- A source that cannot be read tells nothing, and what it told last holds: a registry that is down says
-  nothing of the engines, and health checks see those that died.
+- While a source cannot be read, its last view holds: a registry that is down says nothing of the engines,
+  and health checks see those that died.
 - Engines of the settings and those that administrators add are not touched. What an administrator
   drains or removes stays so until it has been missing.
 """
@@ -36,7 +36,7 @@ _RETRY_S, _RETRIES_IN_S = 1.0, 100
 # Engines that are asked at a time, not counting those that are slow to answer.
 _AT_ONCE = 16
 _SLOW_S = 0.1
-# How long an engine that has answered waits for others of its reading.
+# How long an engine that has answered waits for other ones of its reading.
 _PATIENCE_S = 5.0
 
 
@@ -69,7 +69,7 @@ class Reconciler:
         self.owned, self.leaving = set(owned), set(leaving)
         self._views: list[View | None] = [None] * len(sources)
         self._missing_since_s: dict[Target, float] = {}
-        # Those that are asked or to be asked, and of these those for which others wait.
+        # Those that are asked or to be asked, and of these those for which answered ones wait.
         self._asking: set[Target] = set()
         self._early: set[Target] = set()
         self._free = asyncio.Semaphore(_AT_ONCE)
@@ -152,7 +152,7 @@ class Reconciler:
         return now_s - self._missing_since_s.setdefault(target, now_s) >= self._hold_s
 
     def _view(self) -> "dict[Target, Found]":
-        """Return what all sources told last, within the limit; the first that has an engine is believed."""
+        """Return the last engines of all sources, within the limit; the first source that has an engine counts."""
         all_of: dict[Target, Found] = {}
         for view in self._views:
             for target, found in (view or {}).items():
@@ -220,7 +220,7 @@ class Reconciler:
         self._tried_s[target] = self._clock()
 
     def _add_answered(self, view: "Mapping[Target, Found]") -> None:
-        """Add the engines that have answered, unless others of their reading will soon."""
+        """Add the engines that have answered, unless other ones of their reading will soon."""
         if not self._answered:
             return
         if self._early and self._clock() - self._answered_s < _PATIENCE_S:
@@ -272,7 +272,7 @@ def _order(target: Target) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An engine, as its source tells it."""
+    """An engine, as its source reports it."""
 
     target: Target
     ranks: int | None = None  # The ranks of a decode server; None to ask it.
@@ -293,7 +293,7 @@ class DiscoverySource(Protocol):
     """Where engines are found."""
 
     async def run(self, report: Callable[[View], None]) -> None:
-        """Tell all engines whenever they may have changed. What cannot be read tells nothing.
+        """Report all engines whenever they may have changed; nothing while the source cannot be read.
 
-        The same object means that nothing has changed; what was told is not changed afterwards.
+        The same object means that nothing has changed; a reported view is not changed afterwards.
         """

@@ -31,8 +31,8 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 class DnsName:
     """A name that is resolved again and again.
 
-    A name without addresses tells nothing, as an error does: a resolver that lost its zone cannot be
-    told from a fleet that has ended, and of that health checks know.
+    A name without addresses says nothing, as an error does: a resolver that lost its zone looks the same as
+    a fleet that has ended, and health checks see that.
 
     Args:
         resolve: By default the loop's `getaddrinfo`.
@@ -80,21 +80,21 @@ async def _addresses(host: str, port: int) -> list[str]:
     return [str(sockaddr[0]) for *_, sockaddr in found]
 
 
-# Engines in a file that somebody else writes: `[[prefill]]` and `[[decode]]` as in a topology.
+# Engines in a file that another program writes: `[[prefill]]` and `[[decode]]` as in a topology.
 
 
 class WatchedFile:
     """A file that is read again and again.
 
     Args:
-        hears: Whether KV cache events of prefillers are followed at all.
+        follows: Whether the proxy follows KV cache events of prefillers.
     """
 
     def __init__(self, path: Path, *, interval_s: float, follows: bool = True) -> None:
         self._path, self._interval_s = path, interval_s
         self._reason = ""
         self._ignores_events = not follows  # Until it is logged.
-        self._last: tuple[bytes, View] = b"", {}  # What was read, and what it told.
+        self._last: tuple[bytes, View] = b"", {}  # What was read, and its engines.
 
     async def run(self, report: Callable[[View], None]) -> None:
         while True:

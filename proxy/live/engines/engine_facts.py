@@ -1,11 +1,11 @@
-"""What an engine tells of what prefill and decode must have in common, and whether two engines fit.
+"""What an engine's pages say that prefill and decode must have in common, and whether two engines fit.
 
-And whether it fits its place, by what is only noted: it may be right later.
+And whether an engine fits its place; the proxy only notes a doubt, as it may be right later.
 
-vLLM 0.32 tells its version (/version), the path or name of the weights (`root` in /v1/models), and the
+vLLM 0.32 reports its version (/version), the path or name of the weights (`root` in /v1/models), and the
 type and the blocks of its KV cache (the labels of vllm:cache_config_info in /metrics). It does not
-tell tensor parallelism, revision, dtype or attention backend, so these cannot be compared; NIXL takes
-different tensor parallelism and block sizes. What each connector compares by itself:
+report tensor parallelism, revision, dtype or attention backend, so the proxy cannot compare these; NIXL
+takes different tensor parallelism and block sizes. What each connector compares by itself:
 
 - NIXL: version, model, KV cache type and more, in a hash that must be equal; the block sizes of the
   attention kernels, of which decode's must be a multiple of prefill's
@@ -14,7 +14,7 @@ different tensor parallelism and block sizes. What each connector compares by it
 - vllm-ascend's Mooncake: one block size must divide the other
   (vllm_ascend/distributed/kv_transfer/kv_p2p).
 
-A kernel's block may be smaller than the one that an engine tells, so other block sizes are no reason to
+A kernel's block may be smaller than the one that an engine reports, so other block sizes are no reason to
 refuse a pair, but for vllm-ascend's.
 """
 
@@ -39,7 +39,7 @@ _UNSET = "auto"  # The type that the weights have.
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine tells; empty for what it does not."""
+    """What an engine's pages say; empty for what they do not."""
 
     version: str = ""
     # Names of base models, each with where its weights come from.
@@ -81,7 +81,7 @@ def facts_of(
 
 
 def misfits(connector: str, prefill: EngineFacts, decode: EngineFacts) -> Iterator[Misfit]:
-    """Yield where two engines differ; what one of them does not tell is no difference."""
+    """Yield where two engines differ; an unknown value of one is no difference."""
     hashed = connector == "nixl"
     refusal = 'NIXL refuses the pair ("NIXL compatibility hash mismatch")'
     if prefill.version and decode.version and prefill.version != decode.version:
@@ -98,13 +98,13 @@ def misfits(connector: str, prefill: EngineFacts, decode: EngineFacts) -> Iterat
         what = (
             f"have cache_dtype {_listed(decode.cache_dtypes)} and {_listed(prefill.cache_dtypes)}"
         )
-        # NIXL compares the words, others the bytes, which "auto" may have too.
+        # NIXL compares the words, other connectors the bytes, which "auto" may have too.
         refused = hashed or _UNSET not in prefill.cache_dtypes | decode.cache_dtypes
         why = "the KV caches differ" if refused else "the KV caches differ, unless this is its type"
         yield Misfit(what, why, refused)
     if _differ(prefill.block_tokens, decode.block_tokens):
         what = f"have block_size {_listed(decode.block_tokens)} and {_listed(prefill.block_tokens)}"
-        if connector == "mooncake-hybrid":  # It tells the other side none.
+        if connector == "mooncake-hybrid":  # It sends the other side no size.
             yield Misfit(what, "the connector takes both to be the same", refused=True)
             return
         refused = connector == "mooncake-ascend" and not any(
@@ -126,9 +126,9 @@ def doubts(
     wanted: Collection[str],
     ranks: Collection[int],
 ) -> Iterator[str]:
-    """Yield what an engine's pages say against its place; what they do not tell is no doubt.
+    """Yield what an engine's pages say against its place; a missing value is no doubt.
 
-    No page of vLLM's tells `kv_role`. A wrong one shows where the connector has roles: no prefiller's
+    No page of vLLM has `kv_role`. A wrong one shows where the connector has roles: no prefiller's
     bootstrap server answers, or no KV cache is left.
 
     Args:
@@ -170,7 +170,7 @@ def _listed(values: frozenset[str] | frozenset[int]) -> str:
     return ", ".join(str(value) for value in sorted(values))
 
 
-# What a Mooncake prefiller's bootstrap server tells: the engine's id, new with each start.
+# What a Mooncake prefiller's bootstrap server returns: the engine's id, new with each start.
 #
 # `GET <bootstrap>/query` of vLLM 0.32 answers {"<dp rank>": {"engine_id": ..., "worker_addr":
 # ...}}.

@@ -78,7 +78,7 @@ class EngineGauges:
 
 @dataclass(frozen=True, slots=True)
 class KvSigns:
-    """What a page tells of the engine's KV connector; None for what it does not."""
+    """What a page shows of the engine's KV connector; None for what it does not."""
 
     # As in `EngineGauges`; empty for a page that says nothing.
     engines: frozenset[str] = frozenset()
@@ -99,7 +99,7 @@ class KvSigns:
 
 
 def kv_signs(page: bytes) -> KvSigns:
-    """Read what a page tells of the KV connector.
+    """Read what a page shows of the KV connector.
 
     Raises:
         MetricsPageError: It is too long, or holds a value that cannot be true.
@@ -246,7 +246,7 @@ def _lines(page: bytes, name: bytes) -> Iterator[bytes]:
     start = page.find(b"\n" + name)
     while start >= 0:
         rest = start + 1 + len(name)
-        # One byte too many tells a line that is too long.
+        # One byte too many shows that a line is too long.
         end = page.find(b"\n", rest, rest + _MAX_LINE_BYTES + 1)
         line = page[rest:end] if end >= 0 else page[rest : rest + _MAX_LINE_BYTES + 1]
         # Another metric may begin with this one's name.

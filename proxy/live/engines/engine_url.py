@@ -188,12 +188,12 @@ def fault_of(error: WireError) -> Fault:
 
 
 def is_local(error: BaseException) -> bool:
-    """Tell whether an error comes, through any chain of causes, from a want of this process."""
+    """Return whether an error comes, through any chain of causes, from a want of this process."""
     return any(isinstance(one, OSError) and one.errno in _LOCAL_ERRORS for one in _causes(error))
 
 
 def is_refused(error: BaseException) -> bool:
-    """Tell whether an error comes, through any chain of causes, from a refusal of either side."""
+    """Return whether an error comes, through any chain of causes, from a refusal of either side."""
     refusals = ConnectionRefusedError, SSLCertVerificationError
     return any(isinstance(one, refusals) for one in _causes(error))
 
@@ -245,7 +245,7 @@ class Fetcher:
     Args:
         connect: Makes the connections to an engine, which it also limits in time.
         timeout_s: Until a page is complete, connecting included. If it is longer than `connect`'s own
-            limit, an error tells which of the two took too long.
+            limit, an error says which of the two took too long.
         room: Bounds the bytes of all pages that are being read.
     """
 

@@ -157,7 +157,7 @@ class Health:
         self._watched[target.role] += 1
 
     def remove(self, target: Target) -> None:
-        """Forget an instance: it takes nothing new, so the others no longer count with it."""
+        """Forget an instance: it takes nothing new, so its role counts without it."""
         watch = self._watches.pop(target, None)
         if watch is not None:
             self._watched[target.role] -= 1
@@ -198,7 +198,7 @@ class Health:
         return watch is not None and watch.up and watch.on_trial
 
     def hasten(self, target: Target) -> None:
-        """Probe an instance now, unless it is in quarantine: others saw it do nothing."""
+        """Probe an instance now, unless it is in quarantine: its requests make no progress."""
         watch = self._watches.get(target)
         if watch is not None and watch.up:
             watch.next_probe_s = self._clock()
@@ -215,7 +215,7 @@ class Health:
         return None if watch is None else watch.answered_s
 
     def convict(self, target: Target, reason: str, again: bool) -> bool:
-        """Quarantine an instance on the word of others, if its role can spare it.
+        """Quarantine an instance for a reason that no probe found, if its role can spare it.
 
         Returns:
             Whether it is quarantined now.
@@ -237,7 +237,7 @@ class Health:
         self._judge(watch, fault, watch.request_failures, reason)
 
     async def probe_new(self) -> None:
-        """Probe those of which nothing is known, and wait for what they tell, but not for long."""
+        """Probe those of which nothing is known, and wait for their answers, but not for long."""
         new = [watch for watch in self._watches.values() if not (watch.known or watch.probing)]
         some: list[_Watch] = []
         try:
@@ -262,7 +262,7 @@ class Health:
     def due(self) -> list[Target]:
         """Return the instances to probe now, each of which then awaits its `probed`.
 
-        Of very many those that wait longest come first, and the others with the next ticks.
+        Of very many those that wait longest come first, and the rest with the next ticks.
         """
         now_s = self._clock()
         if self._is_stalled(now_s):
@@ -298,7 +298,7 @@ class Health:
             watch.probing = False
             raise
         except Exception as error:
-            # Whatever it is, it must not end the probes of all the others.
+            # Whatever it is, it must not end the probes of all other instances.
             fault, reason = Fault.LOCAL, str(error)
             self._on_error("probe", error)
         # It may have been removed meanwhile, and even added again.
@@ -336,7 +336,7 @@ class Health:
             self._schedule(watch, interval_s)
 
     def _counts(self, fault: Fault) -> bool:
-        """Tell whether a fault says something of the engine."""
+        """Return whether a fault says something of the engine."""
         if fault is Fault.LOCAL:
             return False
         if fault not in _TIMEOUTS:

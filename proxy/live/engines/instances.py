@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 #
 # A prefiller of a hybrid model (Mamba layers, compressed KV caches) or with draft layers leaves
 # the last tokens of a prompt to the decode rank, and says what would follow without them. NIXL
-# tells so; of other connectors only the comparison with what the ranks say shows it, so there it
-# comes before any trust.
+# reports it; with other connectors only a comparison with the ranks' tokens shows it, so there
+# the comparison comes before any trust.
 
 _log = logging.getLogger(__name__)
 # Near ties that two engines resolve differently are far rarer.
@@ -39,7 +39,7 @@ class FirstTokenTrust:
 
     Args:
         of: Names its process; None while that is unknown.
-        partial: Whether it left the end of its latest prompt to the rank, as far as it tells.
+        partial: Whether it left the end of its latest prompt to the rank, as far as it reports.
     """
 
     __slots__ = ("_agreed", "_compared", "_differing", "of", "partial")
@@ -146,8 +146,8 @@ class Prefiller:
     engines: set[str] = field(default_factory=set)  # Ids of the engines seen behind its address.
     kv_trial: bool = False  # Whether its KV caches could not be pulled, and none has been since.
     probed: bool = True  # Whether its health is known; see `Health`.
-    asked: bool = True  # Whether it was asked what it is, if anybody asks; see `pairing`.
-    # Whether it tells that it sleeps: it would take requests, and not serve them.
+    asked: bool = True  # Whether the proxy has asked what it is, if it asks; see `pairing`.
+    # Whether it reports that it sleeps: it would take requests, and not serve them.
     asleep: bool = False
     # Why it fits no rank that is up; empty if it fits one, or if that is not known.
     unfit: str = ""
@@ -197,9 +197,9 @@ class Rank:
     header: bytes | None = None
     status: Status = Status.UP
     probed: bool = True  # Whether the health of its engine is known.
-    asked: bool = True  # Whether its engine was asked what it is, if anybody asks.
-    asleep: bool = False  # Whether it tells that it sleeps.
-    still: bool = False  # Whether it makes no tokens while others do; see `ProgressVeto`.
+    asked: bool = True  # Whether the proxy has asked what its engine is, if it asks.
+    asleep: bool = False  # Whether it reports that it sleeps.
+    still: bool = False  # Whether it makes no tokens while other ranks do; see `ProgressVeto`.
     # Whether it is `still` as a rank of its data-parallel group has died; see `DpGroups`.
     doomed: bool = False
     # Whether it was `still`, and has given no token since it was opened again.
@@ -220,7 +220,7 @@ class Rank:
 
     @property
     def may_return(self) -> bool:
-        """Whether it may be usable in a moment: nobody knows yet whether it ends with its group."""
+        """Whether it may be usable in a moment: it may end with its group, or not."""
         return self.doomed and self.status is UP
 
     @property
@@ -249,11 +249,11 @@ class Instances:
     """All prefillers and ranks, by their numbers in the scheduler. Numbers are never used again.
 
     Args:
-        dp_size: Ranks of a data-parallel group; None for what their pages tell.
+        dp_size: Ranks of a data-parallel group; None for the size by their pages.
 
     Attributes:
-        engine_blocks: What the prefillers tell of their prefix caches; None if nobody listens.
-        rank_blocks: What the ranks tell of theirs.
+        engine_blocks: Blocks that prefillers report of their prefix caches; None if nothing follows them.
+        rank_blocks: Blocks that ranks report of theirs.
         groups: The ranks that end together.
     """
 
@@ -305,7 +305,7 @@ class Instances:
         if not removed or self.has(target):
             return False
         if [one.name for one in removed] != [*names]:
-            removed.clear()  # Others take their place.
+            removed.clear()  # Other ones take their place.
             return False
         for one in removed:
             one.endpoint, one.asked, one.status = endpoint, asked, Status.UP
@@ -386,29 +386,29 @@ def _any_up(engines: Sequence[Prefiller | Rank]) -> bool:
 
 # Data-parallel groups of decode ranks: those that share a barrier, and end together.
 #
-# A rank of a mixture of experts takes each step with the others of its group. vLLM ends all of them when one
-# has died, or they wait for it for ever. So a group is one domain of failure: once a rank of it is gone, the
-# others are **doomed**. They get nothing, what they have goes on in another group, and their own ends are told
-# from that of an engine that died of its prompt.
+# All ranks of a mixture of experts' group take each step together. vLLM ends all of them when one has died,
+# or they wait for it for ever. So a group is one domain of failure: once a rank of it is gone, its other ranks
+# are **doomed**. They get nothing, their requests go on in another group, and the proxy does not take their
+# ends for deaths caused by a prompt.
 #
-# Which ranks form a group is what the settings say (so many at a time, in their order), or what their pages of
-# metrics tell: the label `engine` is a rank's number in its group, so the ranks of servers that follow each
-# other and have the numbers 0 to n-1 are one. If the numbers do not come out in groups of equal size, nothing is
-# known, and each server is a domain of its own.
+# The settings say which ranks form a group (so many at a time, in their order), or the metrics pages do: the
+# label `engine` is a rank's number in its group, so the ranks of servers that follow each other and have the
+# numbers 0 to n-1 are one. If the numbers do not come out in groups of equal size, the groups are unknown, and
+# each server is a domain of its own.
 
 
 class DpGroups:
     """Knows the group of each rank.
 
     Args:
-        size: Ranks of a group; None for what their pages tell.
+        size: Ranks of a group; None for the size by their pages.
     """
 
     def __init__(self, instances: Instances, size: int | None) -> None:
         self._instances = instances
         self._size = size
         self._places: list[int] = []  # With a size, the group of each rank.
-        # Of ranks in their groups, as each server tells them.
+        # Of ranks in their groups, as each server reports them.
         self._numbers: dict[Target, frozenset[str]] = {}
         self._learned: dict[RankId, int] = {}  # The first rank of the group of each.
 
@@ -462,7 +462,7 @@ class DpGroups:
         )
 
     def _learn(self) -> None:
-        """Form the groups anew, if what the servers tell comes out even."""
+        """Form the groups anew, if the servers' numbers come out even."""
         servers: dict[Target, list[Rank]] = {}
         for rank in self._instances.ranks:
             if rank.status is not Status.REMOVED:
@@ -472,7 +472,7 @@ class DpGroups:
         for target in servers:
             numbers = self._numbers.get(target)
             if numbers is None:
-                return  # One has yet to tell.
+                return  # One has yet to report.
             if not groups or numbers & seen:
                 groups.append([])
                 seen = set()
@@ -501,7 +501,7 @@ class DpGroups:
 # The rank reports it, whichever is at fault: with a 5xx, an error event, or silence. So failures
 # are kept by both sides, until a pull of that side succeeds. A prefiller that fails with several
 # ranks is itself at fault, and so is a rank that fails with several prefillers. Where the
-# failures are all of one pair, the side that gets on with others is not at fault. And it takes
+# failures are all of one pair, the side that works with other instances is not at fault. And it takes
 # several requests: one that no engine can answer says nothing of the engines.
 #
 # A prefiller at fault is quarantined, and comes back on trial: with one request at a time until
@@ -510,7 +510,7 @@ class DpGroups:
 
 # Who pulls from whom at present.
 Pairs = Iterable[tuple["Prefiller", "Rank"]]
-# Failures kept of each side: more of one that cannot be judged tell nothing more.
+# Failures kept of each side: more of one that cannot be judged add nothing.
 _KEPT = 32
 
 
@@ -519,10 +519,10 @@ class KvTransfers:
 
     Args:
         enough: Requests that fail in a row before anyone is at fault.
-        pulling: Tells who pulls from whom at present.
+        pulling: Returns which ranks pull from which prefillers at present.
         convict: Quarantines one that is at fault, and returns whether it did: its role may have
             no other instance. `again` says that it was on trial.
-        is_on_trial: Tells whether an instance has just come back, and served nothing since.
+        is_on_trial: Returns whether an instance has just come back, and served nothing since.
         count: Called with the names of both sides and the reason of every failure.
         passed: Called when a prefiller's trial is over.
     """
@@ -597,12 +597,12 @@ class KvTransfers:
         return weight > other_weight
 
     def _weight(self, target: Target) -> tuple[int, int]:
-        """Return with how many others an instance failed, and how many requests."""
+        """Return how many instances one failed with, and how many requests."""
         failures = self._failures[target]
         return len({other for _, other in failures}), len({request for request, _ in failures})
 
     def _gets_on(self, target: Target, *, other_than: Target) -> bool:
-        """Return whether pulls between an instance and others go on, though none has ended yet."""
+        """Return whether pulls between an instance and other ones go on, though none has ended yet."""
         return any(
             target in (prefiller.target, rank.target)
             and other_than not in (prefiller.target, rank.target)

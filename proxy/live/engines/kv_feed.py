@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #
 # A batch is an array or a map, and so is each event in it. Fields that are not known are ignored,
 # so that later versions can add some. Blocks of further cache groups and on other tiers than the
-# GPU do not count, nor do those of an adapter of which the number alone is told.
+# GPU do not count, nor do those of an adapter that the event names by its number alone.
 #
 # Source: https://github.com/vllm-project/vllm, vllm/distributed/kv_events.py at v0.32.0.
 
@@ -99,7 +99,7 @@ def _store(fields: Mapping[str, Any], blocks: EngineBlocks, engine: int) -> None
     before = fields.get("parent_block_hash")
     if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
         raise KvEventError("token ids that are none")
-    # With sliding windows some blocks of a prompt are left out, and which ones is not told.
+    # With sliding windows the engine leaves out some blocks of a prompt, and does not say which.
     if len(tokens) == len(hashes) * blocks.block_tokens:
         try:
             extras, name = _extras(fields, len(hashes)), fields.get("session_id")
@@ -119,7 +119,7 @@ def _extras(fields: Mapping[str, Any], count: int) -> list[int]:
     """Return hashes of what blocks depend on beside their tokens; empty for nothing.
 
     Raises:
-        ValueError: It is not told of each block.
+        ValueError: Not every block has one.
         TypeError, RecursionError: See `mixed_in`.
     """
     keys, adapter = fields.get("extra_keys"), fields.get("lora_name")
@@ -140,7 +140,7 @@ def _fields(event: object) -> Mapping[str, Any]:
 
 
 def _counts(fields: Mapping[str, Any]) -> bool:
-    """Return whether an event is of blocks in the engine's memory, and tells what they depend on."""
+    """Return whether an event is of blocks in the engine's memory, and names what they depend on."""
     return (
         fields.get("medium") in (None, "GPU")
         and fields.get("group_idx") in (None, 0)
@@ -283,7 +283,7 @@ class KvFeed:
         try:
             self.other_size = apply(payload, self._blocks, self._engine) or self.other_size
         except KvEventError:
-            # What it told is unknown, and it would tell no more when it is asked again.
+            # What the batch held is unknown, and a replay would hold the same.
             self.losses.append("malformed")
             self._blocks.begin(self._engine, Knowledge.SOME)
 

@@ -71,7 +71,7 @@ class _Subscriber:
                 elif subscriber in ready:
                     await self._received(await subscriber.recv_multipart())
                 self._report()
-                await asyncio.sleep(0)  # A receive that need not wait lets nobody else run.
+                await asyncio.sleep(0)  # A receive that need not wait lets no other task run.
         finally:
             subscriber.disable_monitor()
             monitor.close(0)
@@ -91,7 +91,7 @@ class _Subscriber:
             await self._catch_up()
 
     async def _catch_up(self) -> None:
-        """Have missing batches sent again; meanwhile others wait."""
+        """Have missing batches sent again; meanwhile new ones wait."""
         if self._source.replay is None:
             return
         now_s = self._clock()
@@ -146,7 +146,7 @@ class _Subscriber:
         return socket
 
     def _report(self) -> None:
-        """Tell when the index was emptied, and of blocks that do not go into it."""
+        """Report when the index was emptied, and blocks that do not go into it."""
         feed, url = self._feed, self._source.events
         for reason in feed.losses:
             self._source.lost(reason)

@@ -79,7 +79,7 @@ class ModelList:
             yield from models
 
 
-# What each engine serves, as its /v1/models page tells: names, adapters, and the longest context.
+# What each engine serves, by its /v1/models page: names, adapters, and the longest context.
 #
 # The page is read in the background, soon after an engine comes (back) up and once a minute:
 # adapters are loaded and unloaded while an engine runs. Of an engine that is not up nothing is
@@ -93,7 +93,7 @@ _RETRY_S = 5.0
 _TIMEOUT_S = 5.0
 # A page that names more is not read to its end.
 _MAX_MODELS = 10_000
-# No context is longer, and no relay could be told of some numbers.
+# No context is longer; a page may hold any number.
 _MOST_TOKENS = 1 << 30
 
 

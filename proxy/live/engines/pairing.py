@@ -1,9 +1,9 @@
-"""Which prefillers and ranks fit, by what their engines tell: no request is given to a pair that does not.
+"""Which prefillers and ranks fit, by their engines' pages: a pair that does not fit gets no request.
 
-An engine that comes (back) up takes nothing until it was asked once, which takes three small pages. It
-is asked again once a minute, and at once if another engine answers at its address. A page that it does not
-have tells nothing, and what is not known is no reason to refuse. If no answer comes, as of an engine that
-is busy, it is asked twice more at once, and what it told before holds.
+An engine that comes (back) up takes nothing until the proxy has asked it once, which takes three small pages.
+The proxy asks again once a minute, and at once if another engine answers at its address. A missing page says
+nothing, and an unknown value is no reason to refuse. If no answer comes, as of an engine that is busy, the
+proxy asks twice more at once, and the last answer holds.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _NOTHING = EngineFacts()
 _TICK_S = 0.1
 # Engines that are asked at a time.
 _AT_ONCE = 16
-# Of what prefillers tell, and of what decode engines tell. A fleet that is updated has two or three.
+# Kinds of prefillers, and of decode engines. A fleet that is updated has two or three.
 _MOST_KINDS = 128
 # Of engines, in a line of the log.
 _MOST_NAMES = 32
@@ -92,7 +92,7 @@ class Pairing:
         models: Sequence[str] = (),
     ) -> None:
         self.active = active
-        self.facts: dict[Target, EngineFacts] = {}  # What each engine told last.
+        self.facts: dict[Target, EngineFacts] = {}  # Each engine's last facts.
         self._connector, self._models = connector, models
         self._instances = instances
         self._fetch = fetch
@@ -102,7 +102,7 @@ class Pairing:
         self._asked: dict[Target, _Asked] = {}
         self._asking = 0
         self._answered: dict[Target, _Asked] = {}  # Whose pairs are to be judged.
-        # Of the prefillers that tell the same.
+        # Of the prefillers with the same facts.
         self._ranks: dict[EngineFacts, frozenset[RankId] | None] = {}
         # By reason, the prefillers and the ranks that it concerns, and what of it was logged.
         self._refusals: dict[str, tuple[list[str], list[str]]] = {}
@@ -118,11 +118,11 @@ class Pairing:
     def attach(
         self, paired: Callable[[PrefillerPaired], None], changed: Callable[[], None]
     ) -> None:
-        """Set who is told: of each prefiller whose ranks are others, before it opens, and then again."""
+        """Set the callbacks: `paired` for each prefiller with new ranks, before it opens and later on."""
         self._paired, self._changed = paired, changed
 
     async def ask(self, targets: Collection[Target]) -> None:
-        """Ask those of some engines that have to be asked now, and wait for what they tell."""
+        """Ask those of some engines that are due now, and wait for their answers."""
         if not self.active:
             return
         due = [target for target in self._due() if target in targets]
@@ -149,7 +149,7 @@ class Pairing:
             one.asked = False
 
     def state_of(self, target: Target) -> dict[str, object]:
-        """Return an engine's version, if it tells one, why it fits no other, and doubts, if any."""
+        """Return an engine's version, if it is known, why it fits no other, and doubts, if any."""
         facts, parts = self.facts.get(target, _NOTHING), self._instances.of(target)
         unfit = next((one.unfit for one in parts if one.unfit), "")
         doubts = list(dict.fromkeys(doubt for one in parts for doubt in one.doubts))
@@ -157,10 +157,9 @@ class Pairing:
         return {name: value for name, value in named.items() if value}
 
     def update(self) -> None:
-        """Judge all pairs again, after an engine came, went, or told something else.
+        """Judge all pairs again, after an engine came, went, or reported something else.
 
-        Engines that tell the same fit the same, so each two of what is told are compared, not each two
-        engines.
+        Engines with the same facts fit the same, so this compares each two facts, not each two engines.
         """
         if not self.active:
             return
@@ -196,7 +195,7 @@ class Pairing:
         self._refusals = {why: (list(one), list(two)) for why, (one, two) in refusals.items()}
 
     def _alike(self, instances: Sequence[_One]) -> dict[EngineFacts, list[_One]]:
-        """Return the instances by what they tell; those of too many kinds tell nothing."""
+        """Return the instances by their facts; beyond the most kinds an engine counts as unknown."""
         alike: dict[EngineFacts, list[_One]] = {}
         for one in instances:
             kind = self.facts.get(one.target, _NOTHING)
@@ -212,7 +211,7 @@ class Pairing:
         able: Sequence[RankId],
         refused: Mapping[EngineFacts, str],
     ) -> None:
-        """Tell the ranks of prefillers, where they are others than before."""
+        """Set the ranks of prefillers, and report them where they have changed."""
         ranks = frozenset(able) if refused else None
         if ranks == self._ranks.get(kind):
             ranks = self._ranks.get(kind)  # The same object, which is compared at once.

@@ -1,4 +1,4 @@
-"""How full the engines' KV caches are, as their /metrics pages tell.
+"""How full the engines' KV caches are, by their /metrics pages.
 
 Rules:
 - An instance whose scrape fails, or whose last good one is older than three intervals, counts as
@@ -71,7 +71,7 @@ class Scraper:
     Args:
         fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
         on_utilisation: Called when the utilisation of an instance changes; it begins at 0.
-        on_gauges: Called with what every good scrape told, and with how many KV caches of the instance
+        on_gauges: Called with the gauges of every good scrape, and with how many KV caches of the instance
             were pulled after their lease had ended, since the scrape before.
         on_error: Called with what a scrape raised beyond `FetchError`; it counts as failed.
     """
@@ -108,7 +108,7 @@ class Scraper:
         self._watches.pop(target, None)
 
     def gauges(self) -> dict[Target, EngineGauges]:
-        """Return what the instances told that were scraped well and lately."""
+        """Return the gauges of the instances that were scraped well and lately."""
         watches = self._watches.values()
         return {watch.target: watch.gauges for watch in watches if watch.gauges is not None}
 
@@ -173,7 +173,7 @@ class Scraper:
             watch.scraping = False
             raise
         except Exception as error:
-            # Whatever it is, it must not end the scrapes of all the others.
+            # Whatever it is, it must not end the scrapes of all other instances.
             reason = str(error)
             self._on_error("scrape", error)
         # It may have been removed meanwhile, and even added again.

@@ -126,8 +126,8 @@ def make_aliases(
 # Requests of an alias that go on to the next group while nothing of an answer has been sent.
 #
 # Each group gets an attempt of its own, with a record of its own. An attempt that is given up is
-# over for its group before the next one begins, and whatever comes of it reaches nobody: neither
-# the client, nor the log, nor a metric. So a client has one answer, and a request one line.
+# over for its group before the next one begins, and nothing of it reaches the client, the log or a
+# metric. So a client has one answer, and a request one line.
 
 # What the deployment refuses a request for, and not its tenant: see `Refusal.cause`.
 _OF_THE_GROUP = frozenset({"", "overload", "deadline"})
@@ -195,7 +195,7 @@ class FallBack:
         after_s = self._config.fall_back_after_s
         if after_s is not None and asking.record.stream:
             self._timer = self._context.call_later(after_s, self._late)
-        # What a reply tells of itself is read alone.
+        # `attempt` has the attributes of a reply that the session reads.
         reply = cast("Reply", attempt)
         self._submit(asking.attempt(group.model, reply, attempt.record), group)
 

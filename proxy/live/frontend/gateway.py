@@ -180,7 +180,7 @@ class HandOffs:
         self._groups = groups
 
     def admit(self, head: RequestHead) -> Rejection | None:
-        """Return why a call is not taken, as far as its head tells."""
+        """Return why a call is not taken, as far as its head shows."""
         if head.method != b"POST" or self._awaited(head.path) is None:
             return NOT_FOUND
         if head.content_length is None:
@@ -225,9 +225,9 @@ _MODEL = b"/v1/models/"
 def model_page(
     path: bytes, groups: Groups, aliases: Collection[str], tenant: Tenant
 ) -> bytes | Rejection:
-    """Return the list of the models that a tenant may use, or what it tells of one of them.
+    """Return the list of the models that a tenant may use, or its entry of one of them.
 
-    The latter is what an engine's list tells; vLLM has no such route.
+    vLLM has no route for the latter.
     """
     if path == MODELS:
         cards = [*map(_card, aliases), *(one for group in groups for one in group.cards())]
@@ -300,13 +300,13 @@ class Gateway:
         self._bodies = BodyQueue(groups.context.pump)
 
     def use_keys(self, clients: Clients, engine_key: Secret | None) -> None:
-        """Tell clients so, and send this key to the engines, from the next request on."""
+        """Check clients by `clients`, and send this key to the engines, from the next request on."""
         self._clients = clients
         self._engine_key = engine_key
         self._key_line = encode_fields(key_headers(engine_key))
 
     def admit(self, head: RequestHead, peer: str) -> Rejection | None:
-        """Return why a request is not served, as far as its head tells."""
+        """Return why a request is not served, as far as its head shows."""
         del peer
         known = self._known(head)
         route, tenant = known.route, known.tenant
@@ -340,7 +340,7 @@ class Gateway:
             self._serve(known, route, tenant, request, reply)
 
     def owner(self, headers: Headers) -> Tenant | None:
-        """Return whose request it is that has these headers; None if nobody may send it."""
+        """Return the tenant of a request with these headers; None if it must not be served."""
         return self._clients.find(headers)
 
     def is_client(self, headers: Headers) -> bool:

@@ -47,7 +47,7 @@ class Group:
     """One group."""
 
     name: str  # Empty if it is the only one.
-    # The names that it serves and no others; empty to leave that to its engines.
+    # The only names that it serves; empty to leave that to its engines.
     models: tuple[str, ...]
     intake: Driver  # Takes its requests.
     served: ModelList  # The models of its engines.
@@ -55,8 +55,8 @@ class Group:
     pass_through: PassThrough  # Serves requests that one of its engines answers alone.
     tenancy: Tenancy  # The tenants' limits.
     key_is_tenant: bool = False  # Whether each API key is a tenant of its queue.
-    # Returns what time per output token and to the first one a request would meet, in ms; None if
-    # nobody asks.
+    # Returns what time per output token and to the first one a request would meet, in ms; None if no
+    # alias needs it.
     forecast: Callable[[Shape], tuple[float, float]] | None = None
 
     @property

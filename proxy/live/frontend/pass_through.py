@@ -1,7 +1,7 @@
 """Requests that any single engine can answer: they go to a prefiller and back, as they are.
 
 Prefillers, because a decode rank that is busy with them would hold up the whole fleet's step. Each
-prefiller works on so many of them at a time; the others wait here, so many of them, in order of arrival.
+prefiller works on so many of them at a time; a bounded number of further ones wait here, in order of arrival.
 """
 
 from collections import Counter
@@ -403,7 +403,7 @@ class PassThrough:
 
     Args:
         intake: Refuses requests when it drains, and takes the reports on engines.
-        retried: Told of every leg that is sent again, and why.
+        retried: Called with every leg that is sent again, and why.
     """
 
     def __init__(

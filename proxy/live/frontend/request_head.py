@@ -36,7 +36,7 @@ _JSON_TYPES = frozenset({b"", b"application/json", b"application/x-www-form-urle
 _NO_CODING = frozenset({b"", b"identity"})
 _ID_DIGITS = 8
 _MAX_USER_AGENT = 128
-# The others choose what of Anthropic's API a client speaks.
+# Those of Anthropic choose what of its API a client speaks.
 _PASSED = frozenset({b"user-agent", b"anthropic-version", b"anthropic-beta"})
 # Trace context (https://www.w3.org/TR/trace-context/) lets one trace span client and engine.
 _TRACE = frozenset({b"traceparent", b"tracestate"})
@@ -179,14 +179,14 @@ EVERYBODY = Tenant("")
 """Whom clients are where there are no tenants."""
 
 KEY_IS_GONE = (401, "Unauthorized")
-"""For a request whose key was nobody's any more when its body had come."""
+"""For a request whose key was withdrawn before its body had come."""
 
 _NS_PER_MS = 1_000_000
 _MS_PER_S = 1_000
 
 
 class Clients:
-    """Tells clients apart.
+    """Finds the tenant of a request.
 
     Args:
         api_keys: Keys that are no tenant's own.
@@ -209,7 +209,7 @@ class Clients:
             self._default = everybody
 
     def find(self, headers: Headers) -> Tenant | None:
-        """Return whose request it is that has these headers; None if nobody may send it.
+        """Return the tenant of a request with these headers; None if it must not be served.
 
         A key may be given as the bearer token, as Anthropic's X-Api-Key and as Azure's Api-Key, each
         once; those that are given must be of one tenant.
@@ -426,11 +426,11 @@ _RARE = frozenset(
 class KnownHead(Struct, frozen=True):
     """One head."""
 
-    clients: Clients  # Who told whose it is: others say nothing of it.
+    clients: Clients  # Those that found its tenant: newer keys may say otherwise.
     route: Route | None  # None if there is none.
     # Why such a request is not served, whatever its body and the limits; None if it is.
     rejection: Rejection | None
-    tenant: Tenant | None  # Whose it is; None if nobody's.
+    tenant: Tenant | None  # Whose it is; None for no tenant's.
     api_key_id: str  # See `RequestRecord`.
     user_agent: str
     session: bytes  # The conversation's name in it; empty if there is none.

@@ -8,7 +8,7 @@ Who leads writes its name and a new time into the Lease again and again. Rules:
 - An annotation says of each write what no other has, so that one's own is known again if its answer was
   lost. What has one's own name and another write is another's: a copy of this process.
 - It also says if the Lease was given up. One without a holder that does not say so, and one that is gone,
-  was edited by somebody: who led may believe so still, for less than the duration.
+  was edited from outside: its leader may still believe that it leads, for less than the duration.
 """
 
 import json

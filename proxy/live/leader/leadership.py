@@ -1,12 +1,12 @@
 """Whether this process leads, and so may give requests to engines; and what it does when that changes.
 
-A term is a part of what others wait for: it ends two thirds of a duration after a write was sent that was
-accepted, by this process's clock, which goes on while the process or the machine is suspended. No answer,
-no clock of another machine and no silence prolongs it. Others take over a whole duration after they saw the
-last change, and they saw none before it was sent. So no two terms overlap.
+A term is shorter than the time that other processes wait: it ends two thirds of a duration after an accepted
+write was sent, by this process's clock, which goes on while the process or the machine is suspended. No answer,
+no clock of another machine and no silence prolongs it. Another process takes over a whole duration after it saw
+the last change, and it saw none before it was sent. So no two terms overlap.
 
 Beyond its term a process gives nothing to engines. What runs there goes on. What waits, waits on for as
-long as nobody else is known to lead; then it ends with an error.
+long as no other process is known to lead; then it ends with an error.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _TERM, _EXCHANGE, _BETWEEN = 2 / 3, 1 / 3, 1 / 6
 # So that several that follow do not ask together.
 _JITTER = 0.2
 _SOON_S = 0.005
-# How long who leaves goes on with what waits, while nobody leads.
+# How long a process that resigns goes on with what waits, while none leads.
 _LAST_S, _LOOK_S = 1.0, 0.02
 _KIN_S = 0.1
 
@@ -65,7 +65,7 @@ class Office(Protocol):
             leads: Whether this process's term still runs.
 
         Returns:
-            Who leads: its own name, another one, or nothing if nobody is known to.
+            Who leads: its own name, another one, or nothing if no leader is known.
 
         Raises:
             BalanceRouteError: It is not known; likewise OSError and UnicodeDecodeError.
@@ -93,7 +93,7 @@ class Followed(Protocol):
     driver: Driver
 
     async def read_loads(self) -> None:
-        """Have the scheduler know what others have on the ranks now."""
+        """Give the scheduler the foreign load of the ranks now."""
         ...
 
 
@@ -102,7 +102,7 @@ class LeaderState:
     """How this process stands, for people and metrics."""
 
     leads: bool
-    leader: str  # Who leads, as far as it is known; empty for nobody.
+    leader: str  # Who leads, as far as it is known; empty for none.
     place: str  # Where they agree.
     began: int  # How often this process has begun to lead.
     ended: int  # How often it has ceased to.
@@ -115,7 +115,7 @@ class Leadership:
 
     Args:
         office: Where replicas agree.
-        duration_s: What others wait for.
+        duration_s: How long another process waits before it takes over.
         clock: Seconds, which go on while the machine is suspended.
         sites: Returns the groups about which is decided.
         led: What the process that this one takes over from has bequeathed; empty if there is none.
@@ -137,8 +137,8 @@ class Leadership:
         self._term_s, self._exchange_s = _TERM * duration_s, _EXCHANGE * duration_s
         self._between_s = _BETWEEN * duration_s
         self._until_s = -inf  # Until when this process may decide,
-        self._held_s = -inf  # and until when nobody else may.
-        self._leader = ""  # Who leads, as it was told last.
+        self._held_s = -inf  # and until when no other process may.
+        self._leader = ""  # Who leads, by the last answer of the place.
         self._known_s = clock()
         self._failure = ""  # Why it is not known.
         self._led = self._retired = self._resigned = False
@@ -260,7 +260,7 @@ class Leadership:
             _log.error(message, extra={"fields": fields})
 
     def _follows(self, leader: str) -> None:
-        """Decide nothing: another one leads, or nobody does."""
+        """Decide nothing: another process leads, or none does."""
         self._until_s = self._held_s = -inf
         if self._led:
             self._led = False
@@ -297,7 +297,7 @@ class Leadership:
     async def retire(self) -> None:
         """Go on with what waits, for a second at most, and then give the leadership up."""
         end_s = self._clock() + _LAST_S
-        while self._led and not self._resigned and self._waits() and self._clock() < end_s:  # noqa: ASYNC110 - nothing tells.
+        while self._led and not self._resigned and self._waits() and self._clock() < end_s:  # noqa: ASYNC110 - no event says so.
             await asyncio.sleep(_LOOK_S)
         self._retired = True
         self._until_s = self._held_s = -inf
@@ -307,7 +307,7 @@ class Leadership:
         self._end_waiting()
         if not was_led:
             return
-        if self._office.kin:  # The process before this one was told to end, too, a moment ago.
+        if self._office.kin:  # The process before this one got the order to end, too, a moment ago.
             await asyncio.sleep(_KIN_S)
         self._ended += 1
         try:
@@ -341,7 +341,7 @@ class Leadership:
         self._call_off()
         self._office.close()
 
-    # What people and metrics are told.
+    # What people and metrics see.
 
     @property
     def leads(self) -> bool:

@@ -5,7 +5,7 @@ Rules:
 
 - Who leads writes its name through the lock again and again. A lock that a server has taken away
   (NFSv4, after a partition) makes the write fail, and one that takes too long does not count.
-- A lock on a file that is no longer the one at its path is none: others see another file.
+- A lock on a file that is no longer the one at its path is none: other processes see another file.
 - A file that was at its path for less than a term, as seen here, may have replaced one that another
   process has still locked and not looked at since. Its lock counts once a term has passed.
 """
@@ -99,7 +99,7 @@ class LockFile:
         return ""
 
     async def _run(self, work: Callable[[], str]) -> str:
-        """Return what is told by work that may wait for a disk. Raises LeaderError."""
+        """Return the result of work that may wait for a disk. Raises LeaderError."""
         if self._busy:
             # An NFS may wait for its server for hours; the thread is there until then.
             raise LeaderError("the file system has not answered yet")
@@ -145,7 +145,7 @@ class LockFile:
                 raise
             self._locked = opened
         if _which(os.fstat(self._locked)) != _which(os.stat(self._path)):
-            self._close()  # Others see another file: it was replaced.
+            self._close()  # Other processes see another file: it was replaced.
             return ""
         self._note(_which(os.fstat(self._locked)))
         # In this order: whoever reads meanwhile finds a name.

@@ -33,11 +33,11 @@ _WITHHELD_BEGINNINGS = (b"access-control-", b"x-balanceroute-", b"x-ratelimit-")
 # Some clients read no head of more than 100 lines, and the proxy adds its own.
 _MOST_HEADERS = 64
 _PLAIN_CODINGS = frozenset({b"", b"identity"})
-# The finish reason of what an engine gave up: vLLM does so when it is told to stop, pause or sleep.
+# The finish reason of an answer that an engine gave up. vLLM writes it after an order to stop, pause or sleep.
 ABORT = "abort"
 # The stop reason of what a rank hands back.
 RECOMPUTED = "recomputed"
-# Of a response of the Responses API that was given up, where vLLM tells it: of models in harmony format.
+# The status of a Responses API response that vLLM gave up; it writes one for models in harmony format.
 CANCELLED = "cancelled"
 # A count of more digits cannot be true.
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})\b')
@@ -73,7 +73,7 @@ def passable_headers(headers: Headers) -> Headers:
 
 
 def headers_of_refusal(status: int, headers: Headers) -> Headers:
-    """Return the same of an engine's refusal: who is to come again is told when."""
+    """Return the headers of an engine's refusal; one that invites a retry says when."""
     passed = passable_headers(headers)
     if status in (429, 503) and not any(name == b"retry-after" for name, _ in passed):
         passed.append((b"retry-after", b"1"))
@@ -87,7 +87,7 @@ def stream_headers(headers: Headers) -> Headers:
 
 
 def is_encoded(headers: Headers) -> bool:
-    """Return whether the body is compressed, so that nobody here can read it."""
+    """Return whether the body is compressed; the proxy cannot read it then."""
     # A generator would cost each answer more than its headers do.
     for name, value in headers:
         if name == b"content-encoding" and value.lower() not in _PLAIN_CODINGS:
@@ -127,7 +127,7 @@ def is_recomputed(api: Api, body: bytes) -> bool:
 def is_aborted(api: Api, body: bytes) -> bool:
     """Return whether the engine gave the request up, with whatever it had by then.
 
-    Its own members alone say so: others are the client's words (`metadata`) or the model's.
+    Only the engine's own members show it: the client (`metadata`) or the model wrote all other ones.
     """
     if api is Api.MESSAGES:
         ending = _ending(body)
@@ -273,7 +273,7 @@ class _Message(Struct):
 
 
 def is_message(message: Mapping[str, Any]) -> bool:
-    """Return whether `message_events` can tell a whole answer of /v1/messages."""
+    """Return whether `message_events` can write a whole answer of /v1/messages as events."""
     try:
         msgspec.convert(message, _Message)
     except ValueError:
@@ -282,7 +282,7 @@ def is_message(message: Mapping[str, Any]) -> bool:
 
 
 def message_events(message: Mapping[str, Any]) -> bytes:
-    """Return the events of /v1/messages that tell a whole message, as vLLM 0.32 would stream it.
+    """Return a whole message as events of /v1/messages, as vLLM 0.32 would stream it.
 
     It writes no block for an answer without text, which has an empty one as a whole, and counts what was
     cached only in the last usage.
@@ -363,7 +363,7 @@ def _ids(values: Mapping[str, Any], *names: str, shown: bool) -> dict[str, Any]:
 
 # Those of the first event, which are left out where they are null.
 _ONCE = ("prompt_token_ids", "mm_placeholders")
-# What the last event of a choice tells.
+# Members of the last event of a choice.
 _AT_END = ("finish_reason", "stop_reason", "weight_versions")
 
 

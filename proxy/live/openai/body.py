@@ -167,7 +167,7 @@ class RequestBody:
         return memoryview(self._data)[begin:end] if end - begin > SMALL_BYTES else None
 
     def fingerprint(self, key: str) -> memoryview | bytes:
-        """Return the text of a member, or its hash if it is large: what tells it from others."""
+        """Return the text of a member, or its hash if it is large: equal for equal members only."""
         begin, _, end = self._places.get(key, (0, 0, 0))
         return self.digest(begin, end) if end - begin > SMALL_BYTES else self.member(key)
 

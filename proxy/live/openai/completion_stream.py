@@ -98,7 +98,7 @@ class CompletionStream(StreamReader):
         transcript: Keeps the text; None if no rank can hand the request back.
         ids: Keeps the ids of the tokens; None if they were not asked for.
         expensive: Called if the engine's counts cost it more the longer the answer.
-        may_abort: Returns whether the engine was told to give the answer up.
+        may_abort: Returns whether the proxy has ordered the engine to give the answer up.
     """
 
     __slots__ = (
@@ -191,7 +191,7 @@ class CompletionStream(StreamReader):
         return self._form(COMPLETIONS, flags)
 
     def _form(self, kind: int, flags: int) -> EventForm | None:
-        """Return what others may take, with what is to be kept of it."""
+        """Return what the native pump may take, and what it is to keep of it."""
         kept = 0 if self._ids is None else self._ids.form
         if kept is None:
             return None
@@ -278,7 +278,7 @@ class CompletionStream(StreamReader):
             if self._held_end is not None:
                 return b""  # Before the end that it is to stand behind.
         elif not choices:
-            return self._opening.pass_empty(event)  # Nobody can read that, or it says nothing.
+            return self._opening.pass_empty(event)  # Unreadable, or without content.
         for choice in choices:
             if choice.get("finish_reason") == ABORT and not self._may_abort():
                 self.aborted = self.over = True
@@ -295,7 +295,7 @@ class CompletionStream(StreamReader):
     def _tokens_of(self, choice: dict[str, Any]) -> int:
         """Return the tokens of a parsed choice that has no count of the engine's.
 
-        An engine that writes no member that is null tells the reason for the end, or the prompt, alone.
+        An engine that leaves out null members sends the finish reason, or the prompt, in an event of its own.
         """
         has_tokens = choice.get("delta") or choice.get("text") or choice.get("token_ids")
         return int(bool(has_tokens or "logprobs" in choice))
@@ -402,7 +402,7 @@ class CompletionStream(StreamReader):
 # Each event lists the ids that it brings, so they are counted exactly, without a count of the
 # engine's. Its events name every member, `"usage":null` too.
 
-# The quote before it tells it from `prompt_token_ids`. Text is escaped, so it cannot hold this.
+# The quote before it excludes `prompt_token_ids`. Text is escaped, so it cannot hold this.
 _IDS = b'"token_ids":['
 _USAGE = b'"usage":{'
 

@@ -107,7 +107,7 @@ def _check_members(values: Mapping[str, Any]) -> None:
         ):
             continue
         if name == "include_reasoning" and values[name] is True:
-            continue  # With false, reasoning is lost that nobody saw.
+            continue  # With false, the continuation would lose reasoning that no client has.
         raise CannotResumeError(f"its {name[:_MAX_NAME]} may mean something else then")
 
 
@@ -194,7 +194,7 @@ def _continued_chat(values: Mapping[str, Any], text: str) -> dict[str, object]:
 # of the body and of its `sampling_params` stands in one of the lists below.
 #
 # Not continued is what begins anew with each request: grammars, penalties that count the output,
-# stop strings and bad words, whose text no event tells. Nor is text (`"output_mode": "text"`): an
+# stop strings and bad words, whose text no event holds. Nor is text (`"output_mode": "text"`): an
 # engine that begins inside a character would say the prompt again, and the client has the ids of
 # that character already.
 
@@ -315,7 +315,7 @@ def continuable(shape: Shape, values: Mapping[str, Any], *, sampled: bool) -> di
     if kept is None:
         return None
     if not is_greedy(kept) and (not sampled or kept.get("stop")):
-        return None  # Of another sample nobody knows how much of it comes again.
+        return None  # Another sample may repeat any part of the answer.
     top = kept.get("top_logprobs")
     return kept if top is None or (type(top) is int and top >= 0) else None
 

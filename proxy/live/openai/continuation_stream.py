@@ -1,8 +1,7 @@
 """The events of an answer of which the client has the beginning.
 
-Text that comes again is left out: the first token that the prefiller had said, or what the ids of the
-tokens did not tell (`token_ids.py`). An answer that goes on at `/v1/completions` for a chat is written
-as the chat's own.
+The readers leave out text that the engine repeats: the prefiller's first token, or text that the kept ids
+do not cover (`token_ids.py`). They write a chat that goes on at `/v1/completions` as a chat's events.
 
 Such events are parsed: the first ones alone, or those of a stream that failed in its midst.
 """
@@ -81,7 +80,7 @@ class ContinuationStream(CompletionStream):
     def _write(self, event: bytes) -> bytes:
         message = parsed(event)
         if message is None or "choices" not in message:
-            # [DONE], a comment, an error; or what nobody can read, which may have been the text.
+            # [DONE], a comment, an error, or an unreadable event, which may have held the text.
             self.differs = bool(self._repeated.left and event_data(event))
             return self._stop() if self.differs else event
         choices = choices_of(message)
@@ -96,7 +95,7 @@ class ContinuationStream(CompletionStream):
         }
         nulls = any(None in choice.values() for choice in choices)
         if nulls and isinstance(members.get("usage"), dict):
-            # What a chat tells with each token, and a completion does not.
+            # A chat's usage has this member with each token, a completion's has not.
             members["usage"].setdefault("completion_tokens_details", None)
         try:
             written = [_as_delta(choice, self._logprobs) for choice in choices]
@@ -122,7 +121,7 @@ class ContinuationStream(CompletionStream):
             return not self._repeated.left
         new = self._repeated.trim(text)
         if choice.get("finish_reason") == ABORT and self._may_abort():
-            self._repeated.left = ""  # It was told to end, with whatever the client has.
+            self._repeated.left = ""  # The proxy ordered it to end, with whatever the client has.
         if new is None or (choice.get("finish_reason") and self._repeated.left):
             self.differs = True
             return False
@@ -160,11 +159,10 @@ def _as_delta(choice: dict[str, Any], logprobs: Logprobs | None) -> dict[str, An
 
 # The events of an answer of token ids of which the client has the beginning.
 #
-# The first id comes again where a prefiller had told it, and is left out. Spans of weight
-# versions, which the last event tells, count from the first id of the whole answer: which version
-# computed the ids of an engine that failed, nobody tells, so no span has them. What is one
-# engine's knowledge of the whole answer (`routed_experts`) cannot be put together, and ends the
-# stream with an error.
+# The reader leaves out the first id if a prefiller had sent it and the engine repeats it. The spans of
+# weight versions in the last event count from the first id of the whole answer; no span covers the ids of
+# an engine that failed, as no event says which version computed them. Members that need one engine for
+# the whole answer (`routed_experts`) cannot be combined: the reader ends the stream with an error.
 
 # Of the first event, of which the client has them.
 _ONCE = ("prompt_token_ids", "mm_placeholders")
@@ -214,7 +212,7 @@ class TokenContinuation(TokenStream):
             if self._again is not None:
                 ids = choice.get("token_ids")
                 if not ids and choice.get("finish_reason") == ABORT and self._may_abort():
-                    self._again = None  # It was told to end, with what the client has.
+                    self._again = None  # The proxy ordered it to end, with what the client has.
                     continue
                 if not isinstance(ids, list) or ids[:1] != [self._again]:
                     self.differs = True

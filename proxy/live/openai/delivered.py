@@ -1,12 +1,12 @@
-"""What the client of a stream has, for another engine to begin the answer again.
+"""What the client of a stream has, so that another engine can begin the answer again.
 
 Some answers cannot go on behind their ids: an engine's grammar, its penalties, and its parsers of reasoning
-and tool calls begin anew with each request. Such an answer is asked for once more from its beginning. What the
-client has is left out, and compared: the answer goes on only where it says the same.
+and tool calls begin anew with each request. The proxy asks for such an answer once more from its beginning. It
+compares what comes with what the client has, leaves that out, and goes on only if both are the same.
 
-How an engine cuts an answer into events differs from run to run. So what grows (text, arguments, lists of ids
-and log-probabilities) is compared as a whole, each by the place where it stands in its choice. Ids that
-engines draw (of calls, items and responses) stay those that the client has.
+How an engine cuts an answer into events differs from run to run. So the proxy compares each growing value
+(text, arguments, lists of ids and log-probabilities) as a whole, by its place in its choice. The client keeps
+the ids of calls, items and responses that the first engine drew.
 """
 
 import re
@@ -27,12 +27,12 @@ _PLACE = 64  # Of each place where something stands.
 _MOST_PIECES = 256
 _MOST_AHEAD = 64  # Events of a choice with something new, before all of it has come again.
 _MOST_DEPTH = 16
-# Members that say what something is, and are said once.
+# Members that an engine writes once: what something is.
 _SAID_ONCE = frozenset({"id", "role", "type"})
 # What stands there, or null, if a part of an event has nothing new.
 _STAYS = frozenset({"delta", "text", "token_ids"})
 _NULL = frozenset({"logprobs", "prompt_token_ids"})
-# What is told of each token beside the text.
+# Members with an entry for each token, beside the text.
 _BESIDE = ("logprobs", "token_ids")
 _SAYS = ("delta", "text", *_BESIDE)
 _FINISH = "finish_reason"
@@ -97,8 +97,8 @@ class Delivered:
     """What the client of one stream has.
 
     Attributes:
-        lost: Whether nobody can tell any more whether an answer begun again is the same.
-        repeating: Whether an engine says again what the client has.
+        lost: Whether it is no longer known what the client has, so that nothing can be compared.
+        repeating: Whether an engine repeats what the client has.
     """
 
     __slots__ = ("_grown", "_left", "_once", "_room", "lost")
@@ -113,7 +113,7 @@ class Delivered:
 
     @property
     def repeating(self) -> bool:
-        """Whether an engine says again what the client has."""
+        """Whether an engine repeats what the client has."""
         return bool(self._left)
 
     def begin_again(self) -> None:
@@ -132,9 +132,9 @@ class Delivered:
         """Return what of an event the client does not have; empty if it has all.
 
         Args:
-            event: What an engine says that has begun the answer again.
-            may_abort: Whether it was told to give the answer up, so that it may end before it has come to
-                what the client has not.
+            event: Of an engine that has begun the answer again.
+            may_abort: Whether the proxy has ordered it to give the answer up, so that it may end before it
+                brings anything new.
 
         Raises:
             DiffersError: It does not go on with what the client has.
@@ -164,7 +164,7 @@ class Delivered:
             self._lose()
 
     def _lose(self) -> None:
-        """Keep nothing any more. What is repeated then ends: nobody knows what is new."""
+        """Keep nothing any more. A stream that is repeating then ends: what of it is new is unknown."""
         self.lost = True
         self._grown.clear()
         self._once.clear()
@@ -194,10 +194,10 @@ class Delivered:
 
 
 class DeliveredChoices(Delivered):
-    """The same of a stream whose events have choices: chats, completions, and ids.
+    """What the client has of a stream whose events have choices: chats, completions, and ids.
 
-    Parsers of calls hold text back, by how tokens were cut into events; log-probabilities are told at once.
-    So one of them may have something new while the other one still comes again: what is new waits.
+    Parsers of tool calls withhold text, log-probabilities come at once. So one of them may bring something new
+    while the engine still repeats the other one: the new part waits.
     """
 
     __slots__ = ("_ahead",)
@@ -237,7 +237,7 @@ class DeliveredChoices(Delivered):
         message = decoded(data)
         if message is None or not choices_of(message):
             if self.repeating:
-                raise DiffersError  # The end, or what nobody can read.
+                raise DiffersError  # The end, or an unreadable event.
             return event
         going_on: list[bytes] = []
         for choice in choices_of(message):
@@ -372,8 +372,8 @@ class DeliveredEvents(Delivered):
     Pieces of a text are joined by the block or item that they belong to. Any other event comes once, and has
     to come again with the same content, but for what engines draw or measure.
 
-    An engine that was told to give the answer up may end it before all has come again: it closes what it has
-    begun, with less text. Then what the client has begun is closed in its place, with all of its text.
+    An engine that the proxy has ordered to give the answer up may end it before it has repeated everything: it
+    closes the parts it has begun, with less text. Then this closes the parts that the client has, with all text.
     """
 
     __slots__ = ("_added", "_again", "_created_at", "_given_up", "_number", "_renamed")
@@ -526,7 +526,7 @@ class _Item(Struct, eq=False):
     parts: list[dict[str, Any]]  # The events with which its parts began.
 
     def whole(self) -> dict[str, Any]:
-        """Return the item with all of its text, as an engine tells it that ends here."""
+        """Return the item with all of its text, as an engine writes it whose answer ends here."""
         item: dict[str, Any] = self.added["item"] | self._text(-1)
         if item.get("status") is not None:
             item["status"] = "completed"
@@ -632,7 +632,7 @@ def _drawn(value: object, depth: int = 0) -> Iterator[str]:
 
 
 def _digest(message: Mapping[str, Any]) -> bytes:
-    """Return what tells an event from others, whatever engines draw or measure."""
+    """Return a hash of an event without what engines draw or measure."""
     return blake2b(dump_compact(_without_run(message)), digest_size=8).digest()
 
 

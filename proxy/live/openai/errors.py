@@ -124,7 +124,7 @@ def _read_status(given: object) -> int | None:
 
 
 class _WholeAnswer(Struct):
-    """The members of a whole answer that may tell an error; the rest is passed over."""
+    """The members of a whole answer that may report an error; the decoder skips the rest."""
 
     choices: Any = msgspec.UNSET
     error: Any = msgspec.UNSET

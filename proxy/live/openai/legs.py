@@ -218,7 +218,7 @@ class PrefillAnswer(Struct, frozen=True):
     """The parts that matter."""
 
     prompt_tokens: int  # The prompt's length, s_i.
-    # What else the engine tells of it; None if it does not tell what was cached.
+    # Its cached tokens; None if the engine does not report them.
     usage: PromptUsage | None
     aborted: bool  # Whether the engine gave the request up.
     complete: bool  # Whether the one token ended the answer, by a stop condition.

@@ -8,13 +8,14 @@ end with `response.completed`, `response.incomplete` or `response.failed`.
 
 vLLM 0.32 names each event in the line before its data (`wrap_data_with_event`,
 `_convert_stream_to_sse_events`), so events are recognised by that. Those that begin otherwise are
-recognised by the `type` of their data, which is the same: of several names the last one counts. All others
-pass as they are. An end that nobody can read is none.
+recognised by the `type` of their data, which is the same: of several names the last one counts. All other
+events pass unchanged. An unreadable end does not count as one.
 
-What closes a part of the answer waits for what follows, for a moment: an engine that gives the answer up
-closes it as well before it says so, and the client, for whom another engine goes on, must not have that.
+The reader withholds an event that closes a part of the answer until another one follows, for a moment: an
+engine that gives the answer up closes the part first, and the client must not see that, as another engine
+goes on with it.
 
-Neither stream tells how many tokens came before its last event. Until then each delta is one.
+Only the last event of either stream counts its tokens. Until then each delta counts as one.
 """
 
 import re
@@ -66,7 +67,7 @@ class Turn:
     final: bool  # Whether the answer is complete with it.
     error: str  # What it reports; empty if it reports none.
     is_answer: bool  # Whether it is an error alone, as an answer without a stream would be.
-    output_tokens: int | None  # The engine's count of the answer's tokens; None if it tells none.
+    output_tokens: int | None  # The engine's count of the answer's tokens; None if it reports none.
     # Whether the engine gave the answer up: it has no reason for its end, or another status.
     aborted: bool = False
     handed_back: bool = False  # Whether the rank hands the request back.
@@ -117,7 +118,7 @@ class NamedEventStream(StreamReader):
 
     Args:
         hands_back: Whether the engine may hand the request back.
-        may_abort: Returns whether the engine was told to give the answer up.
+        may_abort: Returns whether the proxy has ordered the engine to give the answer up.
     """
 
     __slots__ = ("_closing", "_complete", "_hands_back", "_may_abort", "_said", "_usage")
@@ -229,7 +230,7 @@ class NamedEventStream(StreamReader):
         return event
 
     def _put_right(self, event: bytes) -> bytes:
-        """Return an event with what the prefill told of its prompt in its usage."""
+        """Return an event with the prefiller's counts of the prompt in its usage."""
         prompt = self._usage.prompt
         if prompt is None:
             return event

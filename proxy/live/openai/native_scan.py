@@ -1,6 +1,6 @@
-"""One large JSON object, read by the native library; what is unusual in one is Python's to judge.
+"""One large JSON object, read by the native library; Python reads one with anything unusual.
 
-It tells the same as `JsonScanner`, in a hundredth of the time where a body has many values.
+It finds the same as `JsonScanner`, in a hundredth of the time where a body has many values.
 """
 
 import ctypes

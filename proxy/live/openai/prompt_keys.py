@@ -1,13 +1,13 @@
 """What recurring requests have in common, as 64-bit hashes: the keys that predictors learn by.
 
 The first key is the whole request's: every member that can change how long one sequence of its answer
-gets, as it stands in the body. The others are ever shorter beginnings of its prompt, with what comes
+gets, as it stands in the body. The other keys are ever shorter beginnings of its prompt, with what comes
 before the prompt: a conversation up to its last message, up to the first turn, its system prompt
 alone; or the first 4,096, 1,024 and 256 characters of a text. Of messages of more than 128 KiB, what
 is between the first four and the last one counts as it stands in the body. So a key is the more
 specific the earlier it comes, and requests of one application share at least the last ones.
 
-No key tells a prompt: a hash of 64 bits is all that is kept and written.
+No key reveals a prompt: the proxy keeps and writes only a hash of 64 bits.
 """
 
 import json
@@ -33,7 +33,7 @@ TOKENS = (64, 256, 1024)
 
 # Members that change nothing in how long a sequence gets: the form of the answer, who asks, what the
 # proxy drops. Of several sequences each counts by itself, and a seed is a draw from what the rest of
-# the request makes likely. All others may matter, also those that are not known here.
+# the request makes likely. All other members may matter, also unknown ones.
 _IRRELEVANT = INTERNAL_FIELDS | {
     "best_of",
     "cache_salt",
@@ -215,7 +215,7 @@ def _encoded(text: str) -> bytes:
 # Hashes of a prompt's blocks, by which a prefiller is known to have its beginning already.
 #
 # No tokeniser is at hand, so a block is a piece of the prompt's JSON text of fixed length; or
-# where prefillers tell of their blocks, and the prompt is token ids, a piece of so many. Two
+# where prefillers report their blocks, and the prompt is token ids, a piece of so many. Two
 # prompts with equal hashes have equal text up to there, and equal members that a chat template
 # puts before it. A further turn of a conversation repeats the text of the turns before it, if its
 # client writes JSON in the same way each time; else it counts as another prompt.

@@ -18,7 +18,7 @@ from balanceroute.proxy.live.openai.json_scan import PromptSummary
 # Numbers and flags of a request, read as vLLM 0.32 reads them: pydantic's lax mode.
 #
 # Only the members that the proxy itself goes by are read: `stream`, `n`, the limits of the
-# answer, `truncate_prompt_tokens`, and `priority`, which no engine gets. All others (`seed`,
+# answer, `truncate_prompt_tokens`, and `priority`, which no engine gets. All other ones (`seed`,
 # `temperature`, `top_p`, `top_k`, penalties, `logprobs`, `stop_token_ids`, ...) reach both legs
 # as the client wrote them and nothing here calculates with them, so their refusal is an engine's,
 # on the prefill leg, before anything was computed. vLLM ignores `best_of`; so does the proxy.
@@ -241,7 +241,7 @@ PROMPT_MEMBER: dict[Api, str] = {
 TAKES_IDS = frozenset({Api.COMPLETIONS, Api.GENERATE})
 """The endpoints whose prompts may be token ids."""
 AGENTS_APIS = frozenset({Api.RESPONSES, Api.MESSAGES})
-"""The endpoints whose streams are named events. They ignore members of the others: `n`, `min_tokens`, ..."""
+"""The endpoints whose streams are named events. They ignore members of other endpoints: `n`, `min_tokens`, ..."""
 OPTIONAL_APIS = AGENTS_APIS | {Api.GENERATE}
 """The endpoints that not every engine has."""
 LIMIT_MEMBER: dict[Api, str] = {
@@ -477,8 +477,8 @@ def _ids_need_one_engine(
 # How many tokens a prompt will have, before an engine has counted them.
 #
 # Text has a number of characters a token, which is learnt from what prefillers count. An image, a
-# sound or a file has as many tokens as the model makes of it, which its base64 does not tell: it
-# counts as a constant until the prefill counts it, and teaches nothing about text.
+# sound or a file has as many tokens as the model makes of it, which its base64 does not show. It
+# counts as a constant until the prefiller counts it, and teaches nothing about text.
 
 # A first guess; and of a prompt that is mostly text it is never outside of these.
 CHARACTERS_PER_TOKEN = 4.0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # The first event that goes to the client commits the answer. So one without data, for example,
 # waits for the first that says something, and if that is an error, neither is sent, and the
 # request may be tried elsewhere. So does what opens an answer: vLLM names the role of a chat, and
-# begins a message, before it tells that the request has failed, and a response before it has
+# begins a message, before it reports that the request has failed, and a response before it has
 # tried. Comments that come before all of them are no events, and go to the client at once.
 
 # Comments of many minutes; an engine that sends more of them says nothing by that.
@@ -77,7 +77,7 @@ class StreamOpening:
         if self.begun:
             return event
         self._room -= len(event)
-        # What nobody can read may have been text, and is judged by who compares what comes again.
+        # An unreadable event may have been text: the reader that compares repeated text judges it.
         has_data = bool(event_data(event))
         if self._room < 0:
             return event if has_data else b""
@@ -112,7 +112,7 @@ class StreamReader:
         self.over = False
         # Called with each event that is read until it returns true; None if nothing is.
         self.comparison: Callable[[bytes], bool] | None = None
-        self.aborted = False  # Whether the engine gave the answer up, though nobody had told it to.
+        self.aborted = False  # Whether the engine gave the answer up without an order of the proxy.
         # Whether the engine says that the stream is done, and the answer is not.
         self.cut_short = False
         self.differs = False  # Whether it says something else than the client has of it.
@@ -183,11 +183,11 @@ class StreamReader:
 
     @property
     def form(self) -> EventForm | None:
-        """What others may take for token events in its place; None if they cannot."""
+        """The events that the native pump may take as token events; None if it may take none."""
         return None
 
     def take_passed(self, passed: Passed) -> None:
-        """Go on behind token events that others have taken."""
+        """Go on behind token events that the native pump has taken."""
         self._events = passed.tokens
 
     def read(self, event: bytes) -> bytes:
@@ -207,7 +207,7 @@ class StreamReader:
         """Return what a stream lacks that breaks off now, if all of the answer has come.
 
         Returns:
-            None if something of the answer is missing, or nobody can tell what comes behind it.
+            None if something of the answer is missing, or may be.
         """
         return b"" if self.complete and not self.error else None
 

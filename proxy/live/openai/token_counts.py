@@ -26,7 +26,7 @@ from balanceroute.proxy.live.openai.shape import CHAT, COMPLETIONS, Shape
 # resumes from as prompt.
 #
 # Chats and completions have the object in each event or in the last one, at its top. /v1/messages
-# has it in `message_start`, where it tells nothing cached, and in `message_delta`; its
+# has it in `message_start`, where nothing counts as cached, and in `message_delta`; its
 # `input_tokens` are those neither read from the cache nor written to it. /v1/responses has it in
 # the response that its last event holds, behind all that the client sent, tools with parameters
 # of any name among it.
@@ -64,10 +64,10 @@ _decode_held = msgspec.json.Decoder(_Held).decode
 
 
 class PromptUsage(Struct, frozen=True):
-    """What the engine that computed a prompt tells of it."""
+    """What the engine that computed a prompt reports of it."""
 
     cached_tokens: int  # Found in its prefix cache.
-    written_tokens: int | None = None  # Put there; None if it does not tell.
+    written_tokens: int | None = None  # Put there; None if the engine does not report it.
 
     def apply(self, usage: bytes) -> bytes:
         usage = _CACHED_TOKENS.sub(rb"\g<1>%d" % self.cached_tokens, usage)
@@ -95,7 +95,7 @@ class PromptUsage(Struct, frozen=True):
         try:
             held = _decode_held(data)
         except (ValueError, RecursionError):
-            return data  # Nobody can tell where it stands.
+            return data  # Where usage stands is unknown.
         holder = held.response or held.message or held
         usage = bytes(holder.usage)
         begin = data.rfind(usage)
@@ -109,7 +109,7 @@ class UsageRewrite:
     """What an engine cannot know of the usage that it reports.
 
     Args:
-        prompt: What the prefill leg told; None leaves the engine's own.
+        prompt: Reported by the prefill leg; None leaves the engine's own.
         resumed_tokens: Tokens that earlier bindings emitted: subtracted from the prompt and added
             to the completion.
     """
@@ -117,12 +117,12 @@ class UsageRewrite:
     __slots__ = ("_resumed_tokens", "changes", "prompt")
 
     def __init__(self, prompt: PromptUsage | None = None, resumed_tokens: int = 0) -> None:
-        self.prompt = prompt  # What the prefill leg told, as above.
+        self.prompt = prompt
         self._resumed_tokens = resumed_tokens
         self.changes = prompt is not None or resumed_tokens > 0  # Whether any usage object changes.
 
     def correct_prompt(self, prompt: PromptUsage) -> None:
-        """Take what a prefill told that ended after the decode leg began."""
+        """Take the report of a prefill that ended after the decode leg began."""
         self.prompt = prompt
         self.changes = True
 
@@ -140,10 +140,10 @@ class UsageRewrite:
         return event[:begin] + usage + event[end:]
 
     def total(self, last: Mapping[str, Any]) -> bytes | None:
-        """Return the event with the usage at the end, by the usage that the answer's last event tells.
+        """Return the event with the usage at the end, by the usage in the answer's last event.
 
         Returns:
-            None if that tells none.
+            None if that event has none.
         """
         usage = last.get("usage")
         if not isinstance(usage, dict) or any(token_count(usage, one) is None for one in _TOTALS):
@@ -194,7 +194,7 @@ def without_usage(event: bytes, span: tuple[int, int]) -> bytes:
 
 
 def with_prompt_usage(body: bytes, prompt: PromptUsage) -> bytes:
-    """Return a whole answer of a chat or a completion with what the prefill leg told in its usage."""
+    """Return a whole answer of a chat or a completion with the prefill leg's counts in its usage."""
     begin = body.rfind(USAGE)
     return body if begin < 0 else body[:begin] + prompt.apply(body[begin:])
 
@@ -298,7 +298,7 @@ class TokenCounts:
 
     @property
     def reported(self) -> int | None:
-        """The tokens so far, as the engine counts them; None if not every event told."""
+        """The tokens so far, as the engine counts them; None if an event had no count."""
         return self.read_tokens() if self._all_reported else None
 
     def read_tokens(self) -> int:
@@ -311,7 +311,7 @@ class TokenCounts:
         return self._tokens
 
     def take_passed(self, tokens: int, *, uncounted: bool) -> None:
-        """Go on behind events that others have counted; `uncounted` says that some of them had no count."""
+        """Go on behind events that the native pump has counted; `uncounted` says that some had no count."""
         self._counted, self._tokens = b"", tokens
         self._all_reported = self._all_reported and not uncounted
 

@@ -1,15 +1,15 @@
 """The ids of a stream's tokens: asked for with `return_token_ids`, kept, and cut out again.
 
-They are kept, as the engine wrote them, for the case that it fails: the next one goes on from them. Of
-what the client did not ask for it sees nothing: vLLM writes null where there are no ids, and in a chat
-leaves out events that carry nothing else. Its Rust frontend writes no member that is null, and tells a
-completion's prompt in an event of its own.
+The proxy keeps them as the engine wrote them: if it fails, the next engine goes on from them. A client that
+did not ask for ids sees none: vLLM writes null where there are no ids, and in a chat leaves out events that
+carry nothing else. Its Rust frontend writes no member that is null, and sends a completion's prompt in an
+event of its own.
 
 The next engine's detokeniser must not begin inside a character: vLLM would repeat the prompt's text
 (`DecodeStream` primed with an incomplete suffix). So ids count only up to the last event with text. And
-of several ids in one event the last may be such a beginning, which nothing tells: they count only when
-an event with one id and text has come. The text of events that do not count is kept instead: the next
-engine begins before it, and what it says again is left out.
+of several ids in one event the last may be such a beginning, which no event shows: they count only when
+an event with one id and text has come. Of events that do not count the proxy keeps the text: the next
+engine begins before it, and the proxy leaves out what it repeats.
 """
 
 import re
@@ -47,7 +47,7 @@ _LIST = re.compile(rb"\s*+\d++\s*+(?:,\s*+\d++\s*+)*+")
 _NOTHING = b'"delta":{}'
 _NO_TEXT = b'":""'
 _CHOICES = b'"choices":['
-# The members of a choice that tells a completion's prompt and nothing else.
+# The members of a choice that holds a completion's prompt and nothing else.
 _PROMPT_ALONE = {"index", "text", "prompt_token_ids"}
 
 
@@ -68,11 +68,11 @@ class TokenIds:
     def __init__(
         self, repeated: RepeatedText | None = None, prompt_tokens: int | None = None
     ) -> None:
-        # The prompt's, as JSON without the brackets; empty until the engine has told them.
+        # The prompt's, as JSON without the brackets; empty until the engine has sent them.
         self.prompt = b""
         self.head = b""  # Of its events, all that stands before the choices.
-        # Whether the answer cannot be continued from ids: the engine told none, it said something
-        # else than text, or it has said all.
+        # Whether no engine can continue the answer from ids: this one sent none, or something
+        # else than text, or the whole answer.
         self.lost = False
         # The engine's own counts of the same tokens; None if it was not asked for them.
         self.counts: TokenCounts | None = None
@@ -100,7 +100,7 @@ class TokenIds:
 
     @property
     def seen(self) -> int:
-        """How many ids the engine has told, those that do not count included."""
+        """How many ids the engine has sent, those that do not count included."""
         return self.count + sum(ids.count(_COMMA) + 1 for ids in self._new if ids)
 
     @property
@@ -117,7 +117,7 @@ class TokenIds:
 
     @property
     def end(self) -> int:
-        """The offset in this leg's text of the first token behind them, if log-probabilities tell it."""
+        """The offset in this leg's text of the first token behind them, if log-probabilities give it."""
         return 0
 
     @property
@@ -132,7 +132,7 @@ class TokenIds:
 
     @property
     def form(self) -> int | None:
-        """How others are to keep them, in the terms of `EventForm.flags`; None if they cannot."""
+        """How the native pump is to keep them, as `EventForm.flags`; None if it cannot."""
         if self.lost or not self.prompt:
             return None
         place = IDS_OF_COMPLETION if self._before == _COMPLETION else 0
@@ -234,7 +234,7 @@ class TokenIds:
 def _has_null(message: dict[str, Any]) -> bool:
     """Return whether an event is of an engine that writes members that are null.
 
-    A completion of one token may have none. Who leaves them out tells its prompt in another event.
+    A completion of one token may have none. An engine that leaves them out sends the prompt in another event.
     """
     choices = choices_of(message)
     return None in message.values() or any(
@@ -261,11 +261,11 @@ def _hidden(event: bytes) -> bytes:
 
 
 class Care(Struct, frozen=True):
-    """What a request asks for that ids alone do not tell."""
+    """What a request asks for beyond what its ids show."""
 
     again: int = 0  # Characters that have to come again: one less than the longest stop string has.
     held: int = 0  # Characters that the engine holds back.
-    logprobs: bool = False  # Whether it tells log-probabilities.
+    logprobs: bool = False  # Whether the answer has log-probabilities.
 
 
 def care_of(kept: Mapping[str, Any]) -> Care | None:
@@ -293,7 +293,7 @@ class _Piece(Struct):
 
     ids: list[int]
     text: str
-    end: int  # The offset in the text of the token that comes next, as log-probabilities tell.
+    end: int  # The offset in the text of the token that comes next, by the log-probabilities.
 
 
 class BackedUpIds(TokenIds):
@@ -381,8 +381,7 @@ def _end_of(choice: dict[str, Any]) -> int:
 
 # The ids of a stream of `/inference/v1/generate`, which are the answer itself.
 #
-# Nothing has to be asked for or cut out, and as there is no text, none can be told twice: every
-# id that came counts.
+# The proxy asks for nothing and cuts nothing out. As there is no text to repeat, every id counts.
 _BRACKETS = b"[] \t\r\n"
 
 

@@ -13,12 +13,12 @@ from balanceroute.proxy.live.openai.stream_reader import choices_of, parsed, tex
 
 # The log-probabilities of an answer that goes on: counted on, and written as a chat's.
 #
-# A completion tells each token's candidates as one object, in which two with the same text are
-# one. Where candidates are missing so, a chat's list cannot be written.
+# A completion writes each token's candidates as one object, in which two with the same text are
+# one. A chat's list cannot be written with such candidates missing.
 
 
 class LogprobsError(BalanceRouteError):
-    """A completion does not tell what a chat would."""
+    """A completion lacks log-probabilities that a chat would have."""
 
 
 class Logprobs:
@@ -63,7 +63,7 @@ class Logprobs:
 
 
 def tokens_of(logprobs: object) -> int:
-    """Return of how many tokens log-probabilities are told."""
+    """Return the number of tokens with log-probabilities."""
     if not isinstance(logprobs, dict):
         return 0
     listed = logprobs.get("tokens", logprobs.get("content"))
@@ -78,7 +78,7 @@ def _candidate(token: str, logprob: float | None) -> dict[str, Any]:
 # Where the text of a token begins, in events that carry nothing else of the answer.
 _CHAT_TEXT = b'"delta":{"content":"'
 _COMPLETION_TEXT = b'"index":0,"text":"'
-# Before each text that others have kept: its length, and whether it is a whole event.
+# Before each text that the native pump has kept: its length, and whether it is a whole event.
 _LENGTH = Struct("<I")
 _IS_EVENT = 1 << 31
 
@@ -104,7 +104,7 @@ class Transcript:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all tokens of which the client was told more than text have all their text.
+        """Whether all tokens of which the client has ids or log-probabilities have all their text.
 
         Of several in one event the last may be a part of a character, and text that was withheld may
         be that of any.
@@ -142,7 +142,7 @@ class Transcript:
             self.keep_choice(choice)
 
     def take_passed(self, texts: bytes, last: bytes) -> None:
-        """Keep what others have kept of token events, the last of which is `last`."""
+        """Keep what the native pump has kept of token events, the last of which is `last`."""
         at = 0
         while at < len(texts) and self.text is not None:
             (length,) = _LENGTH.unpack_from(texts, at)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.early_token import EarlyToken
 
 
-# Signs of life: Anthropic's clients know events of that name; all others pass over comments.
+# Keep-alive data: Anthropic's clients know events named ping; all other clients skip comments.
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 _COMMENT = b": keep-alive\n\n"
 
@@ -207,7 +207,7 @@ def short_answer_body(message: Mapping[str, Any]) -> bytes:
 def short_answer_events(
     api: Api, message: Mapping[str, Any], *, include_usage: bool, shows_ids: bool = False
 ) -> bytes:
-    """Return the prefiller's answer as server-sent events; `shows_ids`: with the ids that it tells."""
+    """Return the prefiller's answer as server-sent events; `shows_ids`: with its token ids."""
     if api is Api.GENERATE:
         events = ended_token_events(message, include_usage=include_usage)
     else:

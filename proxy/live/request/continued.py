@@ -63,7 +63,7 @@ class Continued(Emitted):
     overlap_tokens: int = 0
     # What of all this has yet to come again.
     repeated: RepeatedText = field(default_factory=RepeatedText)
-    text_offset: int = 0  # Of the first token behind them, as log-probabilities tell it.
+    text_offset: int = 0  # Of the first token behind them, by the log-probabilities.
     head: bytes = b""  # Of the client's first event, all that stands before the choices.
     parses: bool = False  # Whether a prefiller has shown that it has a parser of reasoning.
     _text: str = ""
@@ -121,7 +121,7 @@ class Continued(Emitted):
             shape: The client's request.
             body: What the rank is asked.
             resume: Which streams go on; some do.
-            parses: Whether the rank may have a parser of reasoning: what that keeps back no answer tells.
+            parses: Whether the rank may have a parser of reasoning: no answer shows what that withholds.
             prompt_tokens: Of the client's prompt, as a prefiller has counted; None if none has.
         """
         if self.continued is None:
@@ -235,7 +235,7 @@ class Continued(Emitted):
 
         Args:
             shape: The client's request.
-            told: What knows itself what the client has; None for nothing.
+            delivered: What the client has; None if it is not tracked.
             options: Of every `CompletionStream`.
         """
         if delivered is not None:

@@ -80,7 +80,7 @@ _log = logging.getLogger(__name__)
 _MOST_RECOMPUTES = 32
 # Many steps.
 _STILL_S = 1.0
-# Looks that see a stream move, from which on it tells when its rank stands still.
+# After this many looks with progress a stream that stops counts as a sign that its rank stands still.
 _LEAST_MOVES = 3
 # Of what an engine reports.
 _MOST_WORDS = 200
@@ -142,7 +142,7 @@ class DecodeAttempt(Attempt):
             return
         if session.answer.opened:
             self._delivered = emitted.delivered
-        else:  # What an engine said, and nobody has, is not told.
+        else:  # The client has nothing of an earlier engine's answer.
             seed = partial(draw_seed, session)
             self._delivered = emitted.track_delivered(session.shape, session.body, resume, seed)
         if self._delivered is not None:
@@ -171,7 +171,7 @@ class DecodeAttempt(Attempt):
         if self._ids is None or resuming is None:
             return False
         if self.stream is not None:
-            self.stream.call_back()  # With the ids that others have kept.
+            self.stream.call_back()  # With the ids that the pump has kept.
         return resuming.takes(self._ids, self._session.shape)
 
     @property
@@ -288,7 +288,7 @@ class DecodeAttempt(Attempt):
             self._moves += 1
             judged = self._moves > 1 and not session.shape.holds_back
             return Sighting(rank.id, True, 0, last_s - before_s if judged else 0.0)
-        # Of one that has just begun nobody knows whether its engine sends more than its end.
+        # The engine of a stream that has just begun may send nothing more until its end.
         judged = self._moves >= _LEAST_MOVES and not session.shape.holds_back
         return Sighting(
             rank.id, False, int(judged and not (session.answer.is_paused or self.complete))
@@ -306,7 +306,7 @@ class DecodeAttempt(Attempt):
         self._new_by_s = now_s + self._session.context.legs.idle_stream_timeout_s
 
     def close(self) -> None:
-        """End the exchange, and tell what the client has of it."""
+        """End the exchange, and record what the client has of it."""
         super().close()
         if self._remote is not None:
             self._remote.abort()
@@ -516,7 +516,7 @@ class DecodeAttempt(Attempt):
         self._session.resuming.add_ids(self._ids, self._session.shape)
 
     def stream_broken(self, error: WireError) -> None:
-        # The tokens of an answer that nobody has can be drawn again; a KV cache can be pulled once.
+        # Tokens that no client has can be drawn again; a KV cache can be pulled only once.
         pulls = self._remote is not None or self.pair is not None
         if pulls or not self._send_again(error):
             self._session.failed(self, breakage(error))
@@ -596,7 +596,7 @@ def _reported(event: bytes, *, opened: bool) -> Failure:
     """Return the failure that an engine reports in an event, or the proxy's own in place of one."""
     payload = event_data(event)
     error = read_error(decoded(payload) or {})
-    if error is None:  # Nobody can read it, but for its name.
+    if error is None:  # Unreadable, but for its name.
         return Failure(What.ERROR_EVENT, Fault.SERVER_ERROR, "the engine reported an error")
     failure = reported(error, payload)
     if not opened:

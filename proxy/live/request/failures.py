@@ -3,9 +3,9 @@
 Pure: the session passes what happened, `triage` returns what to blame and how to continue.
 
 A KV cache is offered to another rank only if the first one provably never took the request. A rank
-that took it may have pulled the KV cache before it failed: the prefiller frees pulled blocks, and who
-pulls them again reads what is there by then, which may be another prompt's. Nothing tells that (seen
-with vLLM's NIXL connector: 200, and the other prompt's answer).
+that took it may have pulled the KV cache before it failed: the prefiller frees pulled blocks, and a
+second pull reads whatever they hold by then, which may be another prompt's KV. No error reports that
+(seen with vLLM's NIXL connector: 200, and the other prompt's answer).
 """
 
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ class Failure:
 
     @property
     def is_death(self) -> bool:
-        """Whether the engine has died, as far as anybody can tell: it may be the request that kills it."""
+        """Whether the engine seems to have died: the request may have killed it."""
         return self.what is What.BROKEN and (self.fault is Fault.RESET or self.says_dead)
 
     @property
@@ -132,7 +132,7 @@ RULES = {
     (Leg.PREFILL, What.BROKEN): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.TIMED_OUT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.DECODE, What.REFUSED): Rule(Blame.NONE, False, Next.RELAY),
-    # Nobody read the request, so no KV cache was pulled.
+    # No engine read the request, so none pulled the KV cache.
     (Leg.DECODE, What.NO_ROUTE): Rule(Blame.NONE, False, Next.OTHER_RANK),
     (Leg.DECODE, What.BUSY): Rule(Blame.NONE, False, Next.OTHER_RANK),
     (Leg.DECODE, What.UNAVAILABLE): Rule(Blame.NONE, False, Next.NEW_KV),
@@ -226,7 +226,7 @@ def refusal(status: int, headers: Headers, body: bytes) -> Failure:
 
 
 def reported(error: EngineError, body: bytes) -> Failure:
-    """Return the failure that an error is which an engine sent with the status 200; `body` tells it."""
+    """Return the failure for an error that an engine sent in `body` with the status 200."""
     what = What.REFUSED if error.status < 500 else What.ERROR_EVENT
     if error.status == 429:
         # Another one may take it. This one may have begun: it said 200 first.
@@ -269,7 +269,7 @@ class Retry:
     then: Next  # What it is to try next.
     same_rank: bool  # Whether the rank that failed may be tried again.
     delay_s: float  # How long it waits before.
-    # Whether nobody failed: it goes on at once, and the retry budget is not asked.
+    # Whether no engine failed: the request goes on at once, and takes nothing from the retry budget.
     free: bool = False
 
 
@@ -304,7 +304,7 @@ class Recovery(Struct, eq=False):
             all that there are; None if it is to be asked.
         """
         if engine in self.lacking:
-            # None: it was passed over, and so were all others. It may have the route by now.
+            # None: all engines were passed over. This one may have the route by now.
             return self.lacking[engine]
         if engine.lacks.get(api.value, 0.0) <= now_s:
             return None

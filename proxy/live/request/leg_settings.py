@@ -183,7 +183,7 @@ class LegSettings(LegTimes, LegRetries, AnswerLimit, LegRules):
     lease_s: float | None = None
     # Whether each request is to say when it comes whether its first token may be the prefiller's.
     asks_early: bool = False
-    # Whether prefillers are told a name of each text, as their KV cache events repeat it.
+    # Whether the proxy sends prefillers a name of each text, which their KV cache events repeat.
     names_prompts: bool = False
     drop: frozenset[str] = field(init=False)  # Members of clients that no engine gets.
 

@@ -4,8 +4,8 @@ Rules:
 
 1. Every move is a row of `TRANSITIONS`; anything else raises `LifecycleError`.
 2. What a session holds follows from its phase alone: an attempt in `PREFILLING`, `DECODING` and
-   `STREAMING`, the timer of the next one in `BACKOFF`, and nothing in the others, in which the
-   scheduler decides what comes next. A session that leaves a phase closes what it held there; only
+   `STREAMING`, the timer of the next one in `BACKOFF`, and nothing in all other phases, in which
+   the scheduler decides what comes next. A session that leaves a phase closes what it held there; only
    the attempt whose stream begins goes on.
 3. Whether the client has the head of its answer is another matter: a request that its rank hands
    back in the middle of a stream is `QUEUED` again, and the stream stays open.
@@ -64,7 +64,7 @@ def impossible(number: int, before: Phase, after: Phase) -> LifecycleError:
     return LifecycleError(f"request {number}: {before.name} to {after.name}")
 
 
-# What is noted in a request's trace when the times of its record do not tell its way any more.
+# Entries of a request's trace, for one whose record does not show its stages: it was retried, for example.
 
 # Stages as traces name them.
 _STAGES = {
@@ -101,7 +101,7 @@ def trace_move(
     if phase in _WITH_ENGINE:
         engine = record.rank if decodes and phase is not Phase.PREFILLING else record.prefiller
     if phase is Phase.DECODING and not record.stream:
-        stage = "decode"  # Nobody knows when its first token comes.
+        stage = "decode"  # When its first token comes is unknown.
     trace.steps.append(Step(stage, now_ns, engine))
 
 

@@ -275,8 +275,8 @@ class PrefillAttempt(Attempt):
         recompute = answer.complete or legs.on_missing_kv == "recompute"
         direct = legs.direct_of(answer.prompt_tokens)
         emitted, facts = session.emitted, session.context.connector.facts
-        # It may end before any token where none is asked for, and no rank will say whether that is true. And
-        # of a stream that is open nobody knows which events came before the first token.
+        # An answer without a least length may end before any token, and no rank will check that. And for a
+        # stream that is open the proxy does not know which events came before the first token.
         surely = emitted.early is None and self._least > 0
         believed = (surely or facts.tells_part) and not session.answer.opened
         if answer.complete and emitted.tokens == 0 and believed and self._answers_client(answer):
@@ -312,6 +312,6 @@ class PrefillAttempt(Attempt):
         return api is Api.MESSAGES and not is_greedy(asked.values)
 
     def _broken(self, error: WireError) -> None:
-        # A KV cache that nobody knows of goes with its lease.
+        # A KV cache that no rank pulls is freed when its lease ends.
         if not self._send_again(error):
             self._session.failed(self, breakage(error))

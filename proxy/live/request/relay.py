@@ -28,10 +28,10 @@ class BufferedLeg(Struct, eq=False):
 
     answered: Callable[[int, Headers, bytes], None]  # Called with a complete response.
     # Called once with a failure. If the response is past the limit, that is before its end, which
-    # may never come: whoever is told aborts the exchange.
+    # may never come: the callee aborts the exchange.
     broken: Callable[[WireError], None]
     max_bytes: int  # The most bytes of a body.
-    began: Callable[[], None] | None = None  # Called when the response begins; None if nobody asks.
+    began: Callable[[], None] | None = None  # Called when the response begins.
     _status: int = 0
     _headers: Headers = []
     _size: int = 0
@@ -49,7 +49,7 @@ class BufferedLeg(Struct, eq=False):
             self._pieces.append(data)
             return
         if size - len(data) > self.max_bytes:
-            return  # Whoever was told has not ended it yet.
+            return  # `broken` was called, and has not ended the exchange yet.
         self._pieces.clear()
         message = f"the answer is longer than {self.max_bytes} bytes"
         self.broken(WireError(WireFault.TOO_LARGE, message, sent=True, answered=True))
@@ -112,7 +112,7 @@ class StreamEvents(Protocol):
         """The stream broke off behind the answer; what it lacked has been written."""
 
     def stream_waits(self, form: EventForm) -> Lent | None:
-        """The engine waits between ordinary events of this form: return who moves them now, None for nobody.
+        """The engine waits between ordinary events of this form: return what moves them now, None if nothing else does.
 
         Only called of a `Relay` that `lends`.
         """
@@ -130,7 +130,7 @@ class Relay:
         observe_gap: Called with the seconds between two arrivals of events.
         resumes: Whether the client's stream began on an earlier binding.
         emitted: What earlier bindings emitted.
-        lends: Whether others may move its ordinary events.
+        lends: Whether the native pump may move its ordinary events.
 
     Attributes:
         started: Whether anything of this leg went to the client, or came that it has.
@@ -139,7 +139,7 @@ class Relay:
             nothing to say, and its server sends them whatever has become of the engine.
         gap_max_s: The longest gap between two arrivals of events with data, in seconds, and to the
             last of an earlier binding.
-        resumed_s: When the client's last pause ended while others moved the events; 0.0 for none.
+        resumed_s: When the client's last pause ended while the pump moved the events; 0.0 for none.
         silent_since_s: When earlier bindings brought something last, until something comes that the client does not have; then None.
     """
 
@@ -218,7 +218,7 @@ class Relay:
         return self.reader.read_tokens() if counted is None else counted
 
     def catch_up(self) -> None:
-        """Note what others have moved. A client that reads too slowly for them is served here again."""
+        """Note what the pump has moved. A client that reads too slowly for it is served here again."""
         lent = self._lent
         if lent is not None:
             lent.catch_up()
@@ -277,7 +277,7 @@ class Relay:
             self._lent.stop()
 
     def _lend(self) -> None:
-        """Have others move what follows, once the engine has waited a few times."""
+        """Have the pump move what follows, once the engine has waited a few times."""
         self._waits += 1
         if self._waits < _WAITS:
             return
@@ -294,10 +294,10 @@ class Relay:
             self._lends_from_s = inf
 
     def came_back(self, passed: Passed) -> None:
-        """Go on where others have left off; see `LentStream`."""
+        """Go on where the pump has left off; see `LentStream`."""
         lent, self._lent = self._lent, None
         self.reader.take_passed(passed)
-        self.last_s = min(self.last_s, self._clock())  # Theirs is finer.
+        self.last_s = min(self.last_s, self._clock())  # The pump's is finer.
         self._waits = 0
         if passed.events < _WORTH_EVENTS:
             self._was_in_vain()
@@ -446,7 +446,7 @@ class Relay:
             self._report_end()
 
     def _report_end(self) -> None:
-        """Tell why nothing that follows matters."""
+        """Report why nothing that follows matters."""
         reader = self.reader
         if reader.handed_back:
             self._owner.stream_recomputed()

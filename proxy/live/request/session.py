@@ -1,7 +1,7 @@
 """One client request on its way: what it is, where it stands, and how it is answered.
 
-A session reacts to its engines and its client and tells the driver; the driver tells it what the
-scheduler decided. It ends exactly once. Until the first byte of the answer went to the client every
+A session reacts to its engines and its client and reports to the driver; the driver passes it what
+the scheduler decided. It ends exactly once. Until the first byte of the answer went to the client every
 failure may be mended by another instance; after it, a failure is an SSE error event and a cut body.
 
 The scheduler's answer to an event may come from within `Host.feed`, to this very session. So a
@@ -101,7 +101,7 @@ class Work:
 
     @property
     def lost(self) -> bool:
-        """Whether its connection is lost, of which it hears in a moment."""
+        """Whether its connection is lost; the report of that follows in a moment."""
         return False
 
     @property
@@ -299,14 +299,14 @@ class Session:
         self.host = host
         self.context = host.context
         self.offset = 0  # The step clock's.
-        # Whether engines were told to abort it, so that what they have of it is the answer.
+        # Whether the proxy ordered engines to abort it: what they have of it is the answer.
         self.abort_ordered = False
         # Whether a rank decodes it; else a prefiller does the whole request.
         self.decodes = ticket.decode
         # Of an answer that may go on elsewhere, what is kept for it; None if none may.
         self.resuming = None if host.context.resuming is None else host.context.resuming()
         self.emitted: Emitted = self.resuming or Emitted()  # What earlier bindings emitted.
-        # What the prefill leg told of its prompt; None if it told nothing.
+        # What the prefill leg reported of its prompt; None if it reported nothing.
         self.prompt_usage: PromptUsage | None = None
         # The prefiller that left a decode rank's call unanswered, to be asked last.
         self.silent_prefiller: Prefiller | None = None
@@ -337,7 +337,7 @@ class Session:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """The length of what is prefilled next; None if only an engine can tell."""
+        """The length of the next prefill; None if only an engine knows it."""
         known = self.shape.prompt_tokens
         return None if known is None else known + self.emitted.tokens
 
@@ -349,7 +349,7 @@ class Session:
 
     @property
     def emitted_tokens(self) -> int:
-        """Tokens emitted so far, as far as a stream tells."""
+        """Tokens emitted so far, as far as a stream shows."""
         return self.emitted.tokens + (self.work.tokens or 0)
 
     @property
@@ -437,7 +437,7 @@ class Session:
         self._end(events.RequestFailed(self.number), Outcome.CLIENT_ERROR, reason)
 
     def give_up(self, reason: str) -> None:
-        """End the request, which somebody else may serve later."""
+        """End the request; the client may try again later."""
         self.fail(503, reason, retry_after_s=1)
 
     def crash(self) -> None:
@@ -455,7 +455,7 @@ class Session:
             self._end(None, Outcome.INTERNAL_ERROR, _CRASHED)
 
     def withdraw(self) -> None:
-        """Let go of the client, who is answered by others: the request was refused."""
+        """Let go of the client: the request was refused, and another part of the proxy answers."""
         self._enter(Phase.ENDED)
         self._body = None
         self.answer.forget()
@@ -472,7 +472,7 @@ class Session:
             return
         if self.phase is not Phase.STREAMING:
             self.record.retries += 1
-            # Of a KV cache that a rank was offered nobody knows whether it has been pulled.
+            # A rank may have pulled a KV cache that it was offered.
             self.host.feed(self._kv_lost() if self.work.bound else self._prefiller_lost())
         elif self.work.continuable:
             self.work.hand_over()
@@ -493,7 +493,7 @@ class Session:
     def leave_rank(self, target: Target) -> None:
         """Go on without the rank, which stands still, as far as attempts allow.
 
-        Nothing is taken from the retry budget: others step, so this is no fault that all have in common.
+        It takes nothing from the retry budget: other ranks step, so the fault is not common to all.
         """
         if self.phase is Phase.STREAMING or self.recovery.may_try_again(Leg.DECODE):
             self.instance_removed(target, gently=True)
@@ -514,7 +514,7 @@ class Session:
         (self.work.pause if slow else self.work.resume)()
 
     def client_left(self) -> None:
-        """Stop everything: nobody reads the answer any more."""
+        """Stop everything: the client has left."""
         if self.phase is Phase.ENDED:
             return
         # It may have had the whole answer, only not the last bytes of the stream.
@@ -532,7 +532,7 @@ class Session:
 
     def left_to_prefillers(self) -> None:
         """Have a prefiller do the whole request, as no rank can do its part."""
-        # Whoever does the whole request tells its own cached tokens.
+        # The engine that does the whole request reports its own cached tokens.
         self.decodes, self.record.cached_tokens, self.prompt_usage = False, None, None
         self.host.feed(self._prefiller_lost())
 
@@ -699,7 +699,7 @@ class Session:
         self._end(events.RequestFailed(self.number), Outcome.UPSTREAM_ERROR, REASON)
 
     def _give_up(self, attempt: Attempt, failure: Failure) -> None:
-        """Tell the client of a failure that nothing mends."""
+        """Report a failure to the client: no retry is left."""
         if failure.answer is None or self.answer.opened:
             self.fail(*failure.as_error(attempt.leg))
             return
@@ -741,7 +741,7 @@ class Session:
         return events.PrefillLost(self.number, elsewhere=elsewhere, same_rank=same_rank)
 
     def _end(self, event: events.Event | None, outcome: Outcome, reason: str = "") -> None:
-        """Tell the scheduler, unless it knows, and then everybody."""
+        """Report the end to the scheduler, unless it knows, and then to the driver."""
         if event is not None:
             self.host.feed(event)
         self.record.end(outcome, reason, self.context.clock())

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Prompts that may be what kills engines: under which engines have died, for five minutes each.
 #
 # A prompt whose engine dies is tried on one engine more. Of two deaths under one prompt the
-# prompt is the likeliest cause, and it is refused from then on, whoever sends it. The others that
+# prompt is the likeliest cause, and it is refused from then on, whoever sends it. All other prompts that
 # were on a dead engine are suspects as well, until the prompt that explains that death is found.
 # Where more than `FEW` prompts have died twice with one engine, or only after a long time, none
 # of them is refused: then the engines are the likelier cause. See docs/failures.md.
@@ -57,14 +57,14 @@ SUSPECTED = "poison"
 # All that was on an engine loses its connection within this time, as its system closes them at once; what
 # is lost later is lost otherwise.
 _TOGETHER_S = 0.5
-# So long the others on an engine are awaited before it is decided who is refused.
+# Wait this long for the other requests on a dead engine before deciding which prompt is refused.
 _SETTLED_S = 0.1
 # vLLM's server answers for some seconds after its engine has died: what comes then did not kill it.
 _DEAD_S = 10.0
 _KEY_BYTES = 32
 _HASH_BYTES = 16
 # Members that change nothing in what an engine computes of the prompt: the form of the answer, who
-# asks, how much is asked for, and how tokens are drawn. All others may matter, also unknown ones. The
+# asks, how much is asked for, and how tokens are drawn. All other ones may matter, also unknown ones. The
 # model does, but a client that falls back on another one has the same prompt try other engines.
 _BESIDE = INTERNAL_FIELDS | {
     "cache_salt",
@@ -115,9 +115,9 @@ class Death(Struct, eq=False):
     at_s: float
     hit: dict[bytes, float] = {}  # When each prompt was sent there that was there.
     ids: list[str] = []  # Of their requests.
-    # Whether everybody has been heard, and who is to be refused has been decided.
+    # Whether all requests there have reported, and which prompts are refused is decided.
     judged: bool = False
-    # Whether one of these prompts is refused for it, so that the others are no suspects.
+    # Whether one of these prompts is refused for it, so that no other one is a suspect.
     explained: bool = False
 
 
@@ -251,7 +251,7 @@ class Suspects:
         death.judged = False
 
     def _judge(self, death: Death) -> None:
-        """Decide which of the prompts on a dead engine are refused, once all have been heard."""
+        """Decide which of the prompts on a dead engine are refused, once all requests there have reported."""
         death.judged = True
         twice = self._twice(death)
         if not twice:
@@ -301,7 +301,7 @@ class SessionContext:
     uptime_s: Callable[[], float]  # What leases are measured by; see `Environment`.
     call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle]  # The loop's.
     unique: Callable[[], str]  # Returns a token that no other leg has.
-    stalls: "StallWatch"  # Tells what is new from what waited while the process stood still.
+    stalls: "StallWatch"  # Tells new data from data that waited while the process stood still.
     observe_gap: Callable[[float], None]  # Called with the seconds between two pieces of a stream.
     # Returns a context that no engine exceeds for a model; None if one may.
     max_model_len: Callable[[str], int | None]
@@ -312,7 +312,7 @@ class SessionContext:
     name_prompt: Callable[[Api, RequestBody, Ticket], bytes] | None = None
     # Keeps what the client has of an answer that may go on elsewhere; None if none may.
     resuming: "type[Continued] | None" = None
-    pump: Pump | None = None  # Moves the ordinary events of streams; None if nobody else does.
+    pump: Pump | None = None  # Moves the ordinary events of streams.
 
 
 class Host(Protocol):
@@ -349,7 +349,7 @@ class Host(Protocol):
     def choose_prefiller(
         self, number: RequestId, other_than: PrefillerId | None
     ) -> Prefiller | None:
-        """Return who takes a prefill that a decode rank called for; None if nobody can.
+        """Return the prefiller for a prefill that a decode rank called for; None if none can take it.
 
         Whoever it is counts as busy until a `RemotePrefillEnded`.
         """
@@ -497,7 +497,7 @@ class KvHandle:
 
 
 class StallWatch:
-    """Tells what came just now from what may have come while this process stood still.
+    """Tells data that came just now from data that may have come while this process stood still.
 
     A process is suspended, a host paused, a loop blocked: afterwards everything that came meanwhile is
     read at once. A prefill answer among it may be as old as its lease, and a KV cache that is pulled

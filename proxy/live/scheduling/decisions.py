@@ -106,7 +106,7 @@ _FREEING = frozenset(
 _POOLING = frozenset({PrefillDone, RequestArrived, DecodeLost})
 # With these a request leaves the rank that it is bound to.
 _LEAVING = (RequestRecomputed, DecodeLost, PrefillLost)
-# Of these the progress is told, too.
+# The progress sees these, too.
 _FOLLOWED = frozenset({*_LEAVING, DecodeStarted})
 
 
@@ -133,14 +133,14 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Who takes note of what happens, besides the scheduler."""
+    """What records events, besides the scheduler."""
 
-    health: Health  # Told how legs end.
-    predictors: PredictorSet  # Told of every request; asked by the core.
-    metrics: Metrics  # Told of everything countable.
-    failures: DecisionFailures  # Told of exceptions, none of which ends service.
-    log: Log  # Told of every request that ended.
-    stages: StageTimes  # Told by the policy of each stage of a decision.
+    health: Health  # Gets the end of each leg.
+    predictors: PredictorSet  # Gets every request; the core asks it.
+    metrics: Metrics  # Gets everything countable.
+    failures: DecisionFailures  # Gets exceptions, none of which ends service.
+    log: Log  # Gets every request that ended.
+    stages: StageTimes  # Gets each stage of a decision from the policy.
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class DriverSettings:
     # restarts; who comes meanwhile is refused at once.
     stranded_s: float = 10.0
     group_return_s: float = 0.0  # The same for data-parallel groups that have ended.
-    # Returns why nothing may be given to an engine now; empty if it may. None if nobody forbids it.
+    # Returns why nothing may be given to an engine now; empty if it may. None for no check.
     forbids: Callable[[], str] | None = None
 
 
@@ -165,7 +165,7 @@ class Decisions:
 
     Args:
         context: What the sessions share.
-        began: Told of a request whenever it is given to an engine.
+        began: Called with a request whenever it is given to an engine.
 
     Attributes:
         progress: How far the requests in decode are.
@@ -361,7 +361,7 @@ class Decisions:
             self._sweeps.begin()
 
     def reopen(self, changed: Iterable[Prefiller | Rank] | None = None) -> None:
-        """Tell the scheduler which instances are open now, after some of them changed; None for any."""
+        """Report to the scheduler which instances are open now, after some of them changed; None for any."""
         self._open_instances.update(changed)
         self.veto.spare()
 
@@ -398,7 +398,7 @@ class Decisions:
 
 
 class OpenInstances:
-    """Tells the scheduler which instances open and close. At first it takes all of them for open.
+    """Reports to the scheduler which instances open and close. At first it takes all of them for open.
 
     Args:
         warm_up: Whether those that were away get a share that grows.
@@ -414,7 +414,7 @@ class OpenInstances:
         self._cold: set[Prefiller | Rank] = set()
         self._prefillers: list[tuple[bool, bool]] = []  # Whether it is open, and on trial.
         self._ranks: list[bool] = []
-        # The open ranks, and those that are not, but may take part in the steps of the others.
+        # The open ranks, and those that are not, but may take part in the other ranks' steps.
         self._taking: list[RankId] = []
         self._away: list[RankId] = []
         self._grow()
@@ -424,7 +424,7 @@ class OpenInstances:
         """Return the ranks whose loads make the barrier: those that are open, and those that still have requests.
 
         So a rank that is drained, quarantined, asleep or new does not count as idle while nothing is to go
-        there; one that stands still, as its group may, counts for nothing: the others step without it.
+        there; one that stands still, as its group may, counts for nothing: the other ranks step without it.
 
         Args:
             bound: int64[G], slots of the bound requests.
@@ -432,7 +432,7 @@ class OpenInstances:
         return self._taking + [rank for rank in self._away if bound[rank]]
 
     def update(self, changed: Iterable[Prefiller | Rank] | None = None) -> None:
-        """Tell which instances are open now.
+        """Report which instances are open now.
 
         The scheduler knows of new ones by `Scheduler.reconfigure`, and takes them for open.
 
@@ -550,7 +550,7 @@ class SweepTimer:
 
 
 class Stranded:
-    """Tells who has waited for long enough.
+    """Finds requests that have waited for long enough.
 
     Args:
         settings: How long they wait for a role of which no instance is up.

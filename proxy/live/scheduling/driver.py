@@ -93,12 +93,12 @@ def in_flight(sessions: Mapping[RequestId, Session]) -> Counter[Target]:
 
 
 class LostEngines:
-    """Tells the sessions of engines that are lost.
+    """Reports lost engines to the sessions that use them.
 
     Args:
         call_soon: Calls back from the event loop, so that a session in the middle of a failure is
             notified after it.
-        group_ended: Told of each decode server that has died.
+        group_ended: Called with each decode server that has died.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class LostEngines:
         self._sessions = sessions
         self._call_soon = call_soon
         self._group_ended = group_ended
-        # To be told of soon: many engines may go at once.
+        # To be reported soon: many engines may go at once.
         self._gone: set[Target] = set()
         self._lost_kv = False
 
@@ -162,7 +162,7 @@ class LostEngines:
 #
 # A fifth of the requests may be tried again, as Envoy's and Linkerd's budgets have it, and ten
 # more (as many as Linkerd allows a second) so that the first failures after a quiet time are
-# retried: it takes a few to tell who is at fault. Once one engine is known to be down and another
+# retried: it takes a few to find the engine at fault. Once one engine is known to be down and another
 # serves, what was on it is retried whatever the budget: hundreds of requests may end with one
 # engine, each of them has few attempts, and slots bound what any engine gets.
 
@@ -287,7 +287,7 @@ class Feedback:
         if report.says_dead:
             self._lost.died(report.target)
         elif report.fault is Fault.RESET and self._instances.groups.mates(report.target):
-            self._health.verify(report.target)  # If it is dead, so are others soon.
+            self._health.verify(report.target)  # If it is dead, the ranks of its group are soon.
 
     def _pull_failed(self, report: PullFailed) -> None:
         prefiller = self._instances.prefillers[report.prefiller]
@@ -305,7 +305,7 @@ class Feedback:
         self._metrics.engines.left_no_kv(prefiller.target, report.kind)
         before, prefiller.without_kv = prefiller.without_kv, report.reason
         now_ns = self._now_ns()
-        # An engine that keeps some and not others shall not fill the log.
+        # An engine that keeps some KV caches and drops other ones shall not fill the log.
         if not before and now_ns - self._warned_ns.get(report.prefiller, now_ns) >= 0:
             self._warned_ns[report.prefiller] = now_ns + _WARN_AGAIN_NS
             fields = {"url": prefiller.name, "reason": report.reason}
@@ -424,7 +424,7 @@ class Arrival(Struct, frozen=True):
     # What its client expects one sequence to emit; None if it does not say.
     expected_tokens: int | None
     urgency: Urgency
-    tenant: str  # Whose it is; empty if tenants are not told apart.
+    tenant: str  # Whose it is; empty without tenants.
     session: int  # See `Ticket`.
     early_token: bool  # See `Ticket`.
     # Whether its model is an adapter: its token ids are not all that its blocks depend on.
@@ -468,7 +468,7 @@ class Arrival(Struct, frozen=True):
         )
 
 
-# Tokens that nobody can guess, made in batches: the system is asked for randomness once for many.
+# Tokens that cannot be guessed, made in batches: one call to the system's randomness for many.
 
 _BATCH = 64
 _DIGITS = 32  # Of 128 bits.
@@ -497,12 +497,12 @@ class Driver:
     Args:
         scheduler: Its numbers of ranks and prefillers are those of `instances`.
         admission: Asked before a request is let in.
-        rng: Tells requests of one name apart.
+        rng: Draws what tells requests of one name apart.
 
     Attributes:
-        uses_keys: Whether the keys of requests are asked for; see `prompt_keys`.
+        uses_keys: Whether a predictor uses the keys of requests; see `prompt_keys`.
         draining: Whether new requests are refused.
-        paces: How far ranks are by their engines' own counters; None if nobody asks.
+        paces: How far ranks are by their engines' own counters; None if nothing reads them.
     """
 
     def __init__(
@@ -536,7 +536,7 @@ class Driver:
             began=self._began,
         )
         self.isolation, self.veto = self.decisions.isolation, self.decisions.veto
-        # Tells the scheduler which instances are open now; see `Decisions.reopen`.
+        # Reports to the scheduler which instances are open now; see `Decisions.reopen`.
         self.reopen = self.decisions.reopen
         # Moves requests away from engines that do not answer.
         self.lost = LostEngines(
@@ -628,7 +628,7 @@ class Driver:
         self.isolation.run_for(session, "arrival", self._take, session)
 
     def _hashed(self, ticket: Ticket, arrival: Arrival) -> Ticket:
-        """Return a ticket with the hashes of its prompt that somebody asks for."""
+        """Return a ticket with the hashes of its prompt that the settings need."""
         api, body = arrival.shape.api, arrival.body
         if self.uses_keys:
             ticket = structs.replace(ticket, keys=self._keys_of(api, body))
@@ -686,15 +686,15 @@ class Driver:
 
     @property
     def unsettled(self) -> bool:
-        """Whether a request is there of which no rank's metrics tell, as they tell of those it runs."""
+        """Whether there is a request that no rank runs, so that no rank's metrics count it."""
         return any(
             not (request.state is LifecycleState.DECODING and request.started)
             for request in self.scheduler.requests.values()
         )
 
     def end_waiting(self, reason: str) -> None:
-        """End what is on no engine: somebody else may serve it."""
-        # In this order: who leaves the pool makes room for the queue.
+        """End what is on no engine; another proxy may serve it."""
+        # In this order: a request that leaves the pool makes room for the queue.
         for state in (LifecycleState.QUEUED, LifecycleState.POOLED):
             requests = self.scheduler.requests.values()
             for number in [one.request for one in requests if one.state is state]:
@@ -711,7 +711,7 @@ class Driver:
         self.decisions.stop()
 
     def grown(self) -> None:
-        """Note that the scheduler was told by `reconfigure` of instances, or of another policy."""
+        """Note that `reconfigure` gave the scheduler instances, or another policy."""
         self.reopen()
         self.decisions.wake()
 

@@ -12,8 +12,8 @@ class Forecast:
     """Asked for every request that leaves the choice of its model to the proxy.
 
     The time per output token is that of a step with the present loads, all requests that wait, and this
-    one: by the measured line of step times over loads, where steps were of enough different loads to
-    tell it, else as steps are now. The time to the first token is the wait for a prefiller or for a
+    one: by the measured line of step times over loads, where steps had enough different loads to
+    fit it, else as steps are now. The time to the first token is the wait for a prefiller or for a
     slot, whichever is longer, with the prefill and the first step. What was never measured takes no
     time, so that a group which is new or empty is tried. Requests that wait before prefill count with
     the length of this one.

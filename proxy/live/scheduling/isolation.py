@@ -91,7 +91,7 @@ class Isolation:
                 self.run(what, do)
 
 
-# Keeps requests apart whose engines died, so that the next death tells which of them it was.
+# Keeps requests apart whose engines died, so that the next death shows which of them caused it.
 #
 # While there are suspects (see `Suspects`), a request that lost its engine goes to an engine that
 # has no other such request: to another one that is open, or it waits, a second at most. It is on

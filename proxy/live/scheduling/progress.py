@@ -28,7 +28,7 @@ from balanceroute.proxy.live.telemetry.record import OK
 # The decode fleet's steps, inferred from the token counts of the streams.
 #
 # An engine does not say when a step ends. But every started request emits one token a step, so
-# the median progress of the streams tells how many steps passed, and one `StepCompleted` brings
+# the median progress of the streams shows how many steps passed, and one `StepCompleted` brings
 # all of the scheduler's ledger forward. A request that deviates (its engine paused it, its text
 # comes in larger pieces) is corrected singly once it is off by more than a few tokens: on loads
 # of thousands of tokens less does not matter, and single corrections are expensive. With
@@ -48,7 +48,7 @@ _LONGEST_STEP = 4.0
 # No engine is faster. Without a least step, an answer with a wrong length would make the clock
 # race.
 _SHORTEST_STEP_S = 1e-4
-# Steps taken at a time without a stream to tell them: time spent suspended is no progress.
+# Steps assumed at a time without a stream that shows them: time spent suspended is no progress.
 _MOST_SILENT_STEPS = 1_000
 
 
@@ -73,7 +73,7 @@ class StepClock:
         self.steps = 0  # Steps so far.
         self.step_s = 0.0  # Running mean of a step's time; 0.0 before the first measurement.
         self._since_s: float | None = None  # When the last step was seen; None while nothing runs.
-        self._from_streams = False  # Whether streams told the progress the last time.
+        self._from_streams = False  # Whether streams showed the progress the last time.
 
     def advance(self, counts: "PulledCounts[_Request]", now_s: float) -> Advance[_Request]:
         """Compare every started request with the clock and move the clock on."""
@@ -89,7 +89,7 @@ class StepClock:
         return Advance(steps, step_s, counts.corrected(self.steps, _TOLERANCE))
 
     def observe_answer(self, step_s: float) -> None:
-        """Learn the time of a step, in seconds, from a whole answer, unless streams tell it."""
+        """Learn the time of a step, in seconds, from a whole answer, unless streams show it."""
         if step_s > 0.0 and (self._since_s is None or not self._from_streams):
             self._learn(step_s)
 
@@ -143,7 +143,7 @@ class PulledCounts(Generic[_Request]):
     """Asks every started stream how far it is."""
 
     def __init__(self) -> None:
-        self.silent = False  # Whether there is a request without a stream to tell how far it is.
+        self.silent = False  # Whether there is a request without a stream that shows how far it is.
         self._streams: dict[int, _Request] = {}  # In the order of their starts.
         self._unstreamed: dict[int, _Request] = {}
         self._leads: list[tuple[int, _Request]] = []
@@ -195,8 +195,8 @@ class PulledCounts(Generic[_Request]):
         return corrections
 
 
-# How far streams are of which the native pump moves some: those it tells in an array, the others
-# are asked.
+# How far streams are if the native pump moves some of them: it writes the counts of those to an
+# array; the proxy asks all other streams.
 
 
 class PumpedCounts(PulledCounts["Session"]):
@@ -229,7 +229,7 @@ class PumpedCounts(PulledCounts["Session"]):
         self._started.pop(request.number, None)
 
     def lent(self, number: RequestId, slot: int) -> None:
-        """Read how far a request is in a slot, if it has started; others have no rank."""
+        """Read how far a request is in a slot, if it has started; any other has no rank."""
         request = self._started.get(number)
         if request is not None:
             self._streams.pop(id(request), None)
@@ -316,7 +316,7 @@ class BarrierIdle:
         return sum(idle for idle, _ in kept) / total if total else 0.0
 
 
-# Tokens of an answer from which its time tells the time of a step.
+# Least tokens of a whole answer for its time to show the time of a step.
 _LEAST_ROUNDS = 16
 
 
@@ -325,8 +325,8 @@ class Progress:
 
     Args:
         scheduler: Its ledger is updated.
-        feed: Tells it that one has joined its rank's batch, and performs what follows.
-        pumped: Tokens of the streams that the pump moves, by slot; None if nobody moves any.
+        feed: Passes it the event that one has joined its rank's batch, and performs what follows.
+        pumped: Tokens of the streams that the pump moves, by slot; None without a pump.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class Progress:
         self._scheduler = scheduler
         self._feed = feed
         self._clock = clock
-        # Since when those were admitted that have no stream to tell when they join the batch.
+        # Requests without a stream, which would show when they join the batch, and since when each is admitted.
         self._joining: dict[RequestId, tuple[Session, float]] = {}
         self.transfer_s = 0.0  # The mean time from an admission to the first token.
 
@@ -364,11 +364,11 @@ class Progress:
         self.transfer_s += 0.1 * (waited_s - self.transfer_s)
 
     def left(self, event: RequestRecomputed | DecodeLost | PrefillLost) -> Event:
-        """Forget a request that is on no rank any more; return what the scheduler is to hear.
+        """Forget a request that is on no rank any more; return the event for the scheduler.
 
-        It may have been taken for started without a stream to tell. Then its KV cache may have left
-        the prefiller, as the scheduler was told, or not: so it is prefilled again. What it is thought
-        to have emitted is taken back, as no client has it.
+        This may have taken a request without a stream for started, and told the scheduler so. Its KV cache
+        may have left the prefiller, or not: so it is prefilled again. The tokens that the ledger counts for
+        it are taken back, as no client has them.
         """
         number = event.request
         self._joining.pop(number, None)
@@ -424,7 +424,7 @@ class Progress:
         session = self.started[number]
         if session.shape.stream:
             return session.emitted_tokens // session.shape.sequences
-        # As far as the step clock tells.
+        # By the step clock.
         return self._scheduler.emitted(number) // session.shape.sequences
 
     def _join(self, session: Session) -> None:

@@ -1,4 +1,4 @@
-"""Decode ranks that make no tokens while others do get nothing new, and their requests go on elsewhere.
+"""Decode ranks that make no tokens while other ranks do get nothing new; their requests go on elsewhere.
 
 A rank that stands still, see `core.steps`, is closed within two or three seconds, long before a
 time limit of a leg. What has not begun there begins elsewhere, and so does a stream that can go on
@@ -113,8 +113,8 @@ class ProgressVeto:
     """Leaves ranks out, and tries them again.
 
     Args:
-        reopen: Tells the scheduler of ranks that opened or closed.
-        active: Whether ranks are left out. That all stand still is told in any case.
+        reopen: Reports ranks that opened or closed to the scheduler.
+        active: Whether ranks are left out. A standstill of all ranks is logged in any case.
 
     Attributes:
         standstills: How often all that had streams stood still.
@@ -201,7 +201,7 @@ class ProgressVeto:
             )
 
     def spare(self) -> None:
-        """Use ranks that stand still if there are no others, nor any that may be back in a moment."""
+        """Use ranks that stand still if no other rank is there, nor one that may be back in a moment."""
         if any(rank.usable or rank.may_return for rank in self._instances.ranks):
             return
         for rank in self._instances.ranks:
@@ -235,7 +235,7 @@ class ProgressVeto:
         )
 
     def _review_unstarted(self) -> None:
-        """Leave out ranks that begin nothing of what they were sent, and have no stream to tell more.
+        """Leave out ranks that begin nothing of what they were sent, and have no stream that shows more.
 
         A rank that hangs while it is idle is the emptiest, and so would get whatever comes.
         """
@@ -415,7 +415,7 @@ class ProgressVeto:
         now_s = self._clock()
         still = self._ranks.standstill(now_s, self._allowance_s)
         usable = sum(rank.usable for rank in self._instances.ranks)
-        # Of one rank alone nobody knows what the others would do; what is drained takes nothing anyway.
+        # One rank alone shows nothing of all other ranks; a drained one takes nothing anyway.
         if still < min(2, usable) or not usable:
             still = 0
         before, self.still_ranks = self.still_ranks, still

@@ -1,10 +1,10 @@
-"""What scrapes tell the scheduler: others' requests on the decode ranks, and the loads of prefillers.
+"""What scrapes report to the scheduler: foreign requests on the decode ranks, and the loads of prefillers.
 
-A page of metrics is a little older than this proxy's books, and an engine may run a request for a
-moment after its client has left. So of its own requests those count that it had at this reading or at
-the one before, whichever were more. While it has any, others count only once three readings in a row
-have told of some, and a change of theirs once two have. While it has none, the first reading of a rank
-counts, and later ones once two in a row have told of some. A proxy that is alone finds nothing.
+A request is foreign if another proxy or client sent it. A page of metrics is a little older than this proxy's
+books, and an engine may run a request for a moment after its client has left. So this proxy's own requests
+count as of this reading or the one before, whichever were more. While it has any, foreign ones count only once
+three readings in a row show some, and a change of them once two do. While it has none, the first reading of a
+rank counts, and later ones once two in a row show some. A proxy that is alone finds nothing.
 """
 
 import logging
@@ -18,8 +18,8 @@ from balanceroute.proxy.live.engines.scrape import STALE_INTERVALS
 
 _log = logging.getLogger(__name__)
 _UNKNOWN = 1 << 62
-_READINGS = 3  # Until others count.
-_CHANGED = 2  # Until other numbers of them do.
+_READINGS = 3  # Until foreign requests count.
+_CHANGED = 2  # Until a change of their number does.
 
 
 @dataclass(slots=True)
@@ -29,16 +29,12 @@ class _Reading:
     own: int = 0  # Slots of this proxy's requests then.
     # Slots beyond those of this proxy, at the latest readings, the last one last.
     beyond: tuple[int, ...] = (_UNKNOWN,) * _READINGS
-    reported: int = 0  # What the scheduler was told of last.
+    reported: int = 0  # The foreign slots that the scheduler got last.
     failed: int = 0  # Readings that failed since.
 
 
 class ForeignLoadMeter:
-    """Tells the scheduler what others have on each rank, at every reading while there is something.
-
-    Args:
-        feed: Takes what there is to tell.
-    """
+    """Reports the foreign load of each rank to the scheduler, at every reading while there is some."""
 
     def __init__(
         self,
@@ -50,7 +46,7 @@ class ForeignLoadMeter:
         self._own_slots = own_slots
         self._feed = feed
         self._readings: list[_Reading] = []
-        # The ranks of which the scheduler was told that others have something there.
+        # The ranks that the scheduler knows to have foreign load.
         self._shared: set[RankId] = set()
 
     def scraped(self, target: Target, gauges: EngineGauges) -> None:
@@ -68,12 +64,12 @@ class ForeignLoadMeter:
             self._report(rank, foreign, kv_tokens)
 
     def forget(self) -> None:
-        """Let the next reading of each rank count by itself: others had all of it until now."""
+        """Let the next reading of each rank count by itself: all its load was foreign until now."""
         for reading in self._readings:
             reading.own, reading.beyond = 0, (_UNKNOWN,) * _READINGS
 
     def failed(self, target: Target) -> None:
-        """Note that an engine could not be read; what it told holds for some readings."""
+        """Note that an engine could not be read; its last report holds for some readings."""
         for rank in self._ranks_of(target):
             reading = self._readings[rank.id]
             reading.failed += 1
@@ -114,7 +110,7 @@ class ForeignLoadMeter:
 
 
 def load_of(rank: Rank, gauges: EngineGauges) -> EngineLoad | None:
-    """Return what a page tells of a rank; None if it does not tell the ranks apart."""
+    """Return a rank's load on a page; None if the page does not tell the ranks apart."""
     if rank.header is not None:
         return gauges.loads.get(rank.header.decode())
     # It may have any number: that in its data-parallel group.
@@ -124,7 +120,7 @@ def load_of(rank: Rank, gauges: EngineGauges) -> EngineLoad | None:
 def feed_loads(
     instances: Instances, feed: Callable[[Event], None], target: Target, gauges: EngineGauges
 ) -> None:
-    """Tell the scheduler how busy a prefiller is; nothing of a decode engine."""
+    """Report to the scheduler how busy a prefiller is; do nothing for a decode engine."""
     load = EngineLoad(gauges.waiting, gauges.running, gauges.kv_cache_usage)
     for instance in instances.of(target):
         if isinstance(instance, Prefiller):
@@ -146,7 +142,7 @@ class RankPace:
     read_s: float = 0.0
     rounds: float = 0.0  # Made since this process began to read.
     rounds_per_s: float = 0.0
-    empty_s: tuple[float, ...] = ()  # When the latest readings were, if they told of no request.
+    empty_s: tuple[float, ...] = ()  # When the latest readings without a request were.
 
     def read(self, output_tokens: float, running: float, now_s: float) -> None:
         """Take in what the rank has made in all, and how many sequences it runs."""
@@ -173,7 +169,7 @@ class RankPaces:
     def __init__(self, instances: Instances, clock: Callable[[], float]) -> None:
         self._instances = instances
         self._clock = clock
-        self.block_tokens: int | None = None  # Tokens of a KV block, as the ranks tell.
+        self.block_tokens: int | None = None  # Tokens of a KV block, as the ranks report.
         self._paces: dict[RankId, RankPace] = {}
 
     def scraped(self, target: Target, gauges: EngineGauges) -> None:
@@ -192,7 +188,7 @@ class RankPaces:
             pace.read(total, load.running, now_s)
 
     def rounds(self, rank: RankId) -> float:
-        """Return how many rounds a rank has made, since it was first read; 0 if it tells nothing."""
+        """Return how many rounds a rank has made, since it was first read; 0 if it reports nothing."""
         pace = self._paces.get(rank)
         return 0.0 if pace is None else pace.rounds_at(self._clock())
 

@@ -103,9 +103,9 @@ class AliasConfig:
     chooser: str  # One of `CHOOSERS`.
     static: int  # With `static`, the place of the group that answers.
     weights: Path | None  # With `ddqn`, the trained weights.
-    targets: Targets | None  # What latency an answer must keep; None if nobody asks.
+    targets: Targets | None  # What latency an answer must keep; None for any.
     tasks: tuple[str, ...]  # What requests may ask for.
-    # The worth of an answer by task and group; empty if it was not told.
+    # The worth of an answer by task and group; empty if it is not set.
     scores: tuple[tuple[float, ...], ...]
     default_task: str  # The task of requests that say none.
     paths: tuple[tuple[str, str], ...]  # The task of requests to a path that say none.

@@ -122,7 +122,7 @@ class ProxyConfig:
         """Why the target of --aimd cannot be kept with these time limits; None if it can."""
         queue_ttl_s, aimd = self.times.queue_ttl_s, self.aimd
         assert queue_ttl_s is not None, "make_config replaces it"
-        # With an early first token nobody waits for one in the pool.
+        # With an early first token no client waits for one in the pool.
         early = self.legs.first_token is FirstTokenFrom.PREFILL
         pool_ttl_s = 0.0 if early else self.times.pool_ttl_s
         if aimd.aimd == "off" or queue_ttl_s + pool_ttl_s <= aimd.aimd_ttft_s:
@@ -135,17 +135,17 @@ class ProxyConfig:
 
     @property
     def follows_kv_events(self) -> bool:
-        """Whether prefillers tell what they have cached, also those that are added later."""
+        """Whether prefillers report what they have cached, also those that are added later."""
         return self.legs.names_prompts
 
     @property
     def follows_rank_kv_events(self) -> bool:
-        """Whether decode ranks tell what they have cached."""
+        """Whether decode ranks report what they have cached."""
         return self.engines.rank_kv_events_port is not None
 
     @property
     def deep_pool_share(self) -> float | None:
-        """How full prefillers may be while nobody knows how fast a deep pool empties; None for none."""
+        """How full prefillers may be until the rate at which a deep pool empties is known; None for no limit."""
         given = self.scheduler.pool_limit is not None
         deep = self.legs.first_token is FirstTokenFrom.PREFILL and not given
         return self.scheduling.prefiller_utilisation_limit if deep else None
@@ -176,7 +176,7 @@ class ProxyConfig:
         return self.policies.prefix_affinity > 0.0 and not self.policies.paper and pulls_missing
 
     def redacted(self) -> dict[str, object]:
-        """Return the configuration for JSON; of a secret it only tells that there is one."""
+        """Return the configuration for JSON; of a secret it only says that there is one."""
         plain = _plain(self)
         assert isinstance(plain, dict)
         plain |= {"direct": self.legs.direct.value, "lease_s": self.lease_s}

@@ -474,7 +474,7 @@ def _check_rank_events(
     scheduling: SchedulingSettings,
     policies: PolicySettings,
 ) -> None:
-    """Check what is to be heard of the ranks' prefix caches."""
+    """Check the settings of the ranks' KV cache events."""
     if engines.rank_kv_events_port is None:
         return
     place = given.where("rank_kv_events_port")
@@ -485,7 +485,7 @@ def _check_rank_events(
 
 
 def _check_predictors(given: Given, scheduling: SchedulingSettings) -> None:
-    """Check that every predictor can be made, and that metrics can tell them apart."""
+    """Check that every predictor can be made, under a name of its own in the metrics."""
     predictor, shadows = scheduling.predictor, scheduling.shadow_predictor
     names: set[str] = set()
     for setting, words in (("predictor", (predictor,)), ("shadow_predictor", shadows)):

@@ -132,7 +132,7 @@ class EngineSource:
 
     kind: str  # "file", "dns" or "kubernetes".
     place: str  # A path, `HOST:PORT`, or `SELECTOR[@NAMESPACE]`.
-    role: Role | None = None  # What the engines do; None if the source tells it.
+    role: Role | None = None  # What the engines do; None if the source says it.
 
 
 def engine_source(word: str) -> EngineSource:
@@ -214,7 +214,7 @@ def lease_name(word: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaderSettings:
-    """Which of several replicas before one decode group decides; the others follow it."""
+    """Which of several replicas before one decode group decides; all other ones follow it."""
 
     leader_lease: str = text(
         "",
@@ -238,7 +238,7 @@ class LeaderSettings:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether there are others that may lead."""
+        """Whether another replica may lead."""
         return bool(self.leader_lease) or self.leader_lock is not None
 
 
@@ -420,7 +420,7 @@ class ListeningSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """What a gateway above several such proxies is told."""
+    """What a gateway above several such proxies gets from each."""
 
     picker_metrics: tuple[tuple[tuple[str, str], ...], ...] = texts(
         "on the clients' port /metrics begins with the whole unit as one model server, for endpoint pickers, "

@@ -1,8 +1,8 @@
-"""Settings whose effect depends on others: one table for flags, files and what is read again.
+"""Settings whose effect depends on other ones: one table for flags, files and what is read again.
 
-A setting that does nothing is no error: the proxy serves as it would without it. But who set it expects
-something, so the start tells of it, and so does a reload that makes it so. Only what was given counts.
-What contradicts another setting is refused where the configuration is made.
+A setting that does nothing is no error: the proxy serves as it would without it. But its user expects an
+effect, so the proxy warns at its start, and at a reload that makes it so. Only given settings count. The code
+that makes the configuration refuses one that contradicts another.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -60,12 +60,12 @@ class DecodeServer:
 
 
 def check_ranks(url: EngineUrl, ranks: int, room: int = MAX_RANKS) -> None:
-    """Check that a server has not too many ranks, nor with the others the fleet.
+    """Check that neither a server nor the fleet with it has too many ranks.
 
     Args:
         url: Of the server.
         ranks: How many it has.
-        room: How many the fleet may have beside the others.
+        room: How many the fleet may still have.
 
     Raises:
         ConfigError: It has.
@@ -87,7 +87,7 @@ def prefill_servers(
 ) -> tuple[PrefillServer, ...]:
     """Return the prefillers of the flags, else of the file; with `may_be_none` perhaps none.
 
-    `where` tells what to call a setting: its flag, or its variable if that gave it.
+    `where` names a setting for errors: by its flag, or by its variable if that gave it.
 
     Raises:
         ConfigError: There is none, one is named twice, or bootstrap servers do not fit.

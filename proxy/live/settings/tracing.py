@@ -78,7 +78,7 @@ class TracingSettings:
 
 
 def export_settings(given: Given, environment: Mapping[str, str]) -> ExportSettings | None:
-    """Return where traces go; None if nobody asked for them. Raises ConfigError."""
+    """Return where traces go; None if they are off. Raises ConfigError."""
     settings, variables = given.read(TracingSettings), _Variables(environment)
     place, share = settings.otlp_traces_endpoint or variables.endpoint(), settings.trace_share
     if place is None:

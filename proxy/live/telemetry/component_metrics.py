@@ -31,7 +31,7 @@ class DecisionMetrics:
     """Counts decisions.
 
     Attributes:
-        loop_lag: Told how late a timer of the event loop fired.
+        loop_lag: Called with how late a timer of the event loop fired.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -70,7 +70,7 @@ class EngineMetrics:
     """Counts what happens to engines. Labels `role` and `url` name one.
 
     Attributes:
-        pulled_late: Told how many KV caches were pulled after their lease.
+        pulled_late: Called with how many KV caches were pulled after their lease.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -133,7 +133,7 @@ class Http3Counts:
     """What became of handshakes, and of what the order of streams is for. Counters are since start."""
 
     open: int  # Those that are not over.
-    retries: int  # Newcomers that were told to show that they receive at their address.
+    retries: int  # Newcomers that had to show that they receive at their address.
     # Newcomers that got no connection, by reason: `crowd` were not taken, `late` took too long,
     # `failed` ended otherwise.
     ended_badly: dict[str, int]
@@ -189,8 +189,8 @@ class PredictorMetrics:
 
     Attributes:
         state_refused: Called for each saved state that could not be used.
-        error: Told of each prediction that has come due by how many tokens it was off.
-        scored: Told of each batch of questions to all predictors how long it took.
+        error: Called with how many tokens a prediction was off, once it has come due.
+        scored: Called with how long a batch of questions to all predictors took.
     """
 
     def __init__(self, registry: Registry) -> None:

@@ -1,4 +1,4 @@
-"""What the proxy tells Prometheus.
+"""What the proxy exports to Prometheus.
 
 Rules:
 - Names begin with `balanceroute_` and end with their unit. Where vLLM has a metric of the same
@@ -49,7 +49,7 @@ from balanceroute.proxy.live.telemetry.snapshot import (
 
 # The metrics that are read from a snapshot of the proxy's state: loads, queues, connections.
 
-# Name, meaning, and the field of what is told of, or what tells it; None has no sample.
+# Name, meaning, and the field of a row, or what returns its value; None has no sample.
 _Rows = tuple[tuple[str, str, str | Callable[[Any], Any]], ...]
 _RANK_GAUGES: _Rows = (
     ("rank_kv_tokens", "KV tokens on the rank.", "kv_tokens"),
@@ -187,7 +187,7 @@ _GAUGES: _Rows = (
         lambda state: sum(map(_is_down, _groups(state).values())),
     ),
 )
-# Those that are absent where there is nothing to tell.
+# Those that are absent where there is no value.
 _SKILL: _Rows = (
     (
         "predictor_skill_ratio",
@@ -433,7 +433,7 @@ def _table(
     labels: Sequence[dict[str, str]] = ({},),
     kind: str = "gauge",
 ) -> Iterator[Metric]:
-    """Yield a family for each row of a table, with a sample of each that is told of."""
+    """Yield a family for each row of a table, with a sample of each of `rows`."""
     for name, documentation, field in table:
         values = [getattr(one, field) if isinstance(field, str) else field(one) for one in rows]
         yield family(kind, name, documentation, labels, values)
@@ -483,7 +483,7 @@ class Metrics:
             registry.collect_process()
 
     def collect_from(self, collector: Collector) -> None:
-        """Export what else tells of itself, too."""
+        """Export another component's metrics, too."""
         self._registry.register(collector)
 
     def counts(self, group: str) -> Counts:

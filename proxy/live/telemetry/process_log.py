@@ -231,7 +231,7 @@ class LineWriter:
         self._closing = False
         self._complain = complain
         self._clock = clock
-        self._reason = ""  # What the file failed with since that was told.
+        self._reason = ""  # What the file failed with since the last complaint.
         self._reported = 0  # Of the lines dropped.
         self._reported_s = -_COMPLAINT_S
         try:
@@ -350,7 +350,7 @@ class LineWriter:
         status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode) or status.st_size == self._end:
             return b""
-        # Somebody else has written, or cut it.
+        # Another process has written to it, or cut it.
         self._end = status.st_size
         self._lost += self._cut != b""
         self._cut = b""
@@ -395,7 +395,7 @@ class LineWriter:
 
 
 def _ends_with_line(path: Path, status: os.stat_result) -> bool:
-    """Return whether a file ends with a whole line, or nothing tells; `status` is that of the open one."""
+    """Return whether a file ends with a whole line, or may; `status` is that of the open one."""
     if not status.st_size:
         return True
     try:

@@ -10,7 +10,7 @@ from msgspec import Struct, field
 
 from balanceroute.predictors.survival import Hint
 
-# A request's place in a trace, and what happened to it that the times of its record do not tell.
+# A request's place in a trace, and what happened to it that the times of its record do not show.
 
 
 class Step(Struct, array_like=True):
@@ -20,7 +20,7 @@ class Step(Struct, array_like=True):
     # engine answers alone.
     name: str
     began_ns: int  # The loop's time.
-    engine: str = ""  # Who works on the request; empty if nobody does.
+    engine: str = ""  # The engine that works on the request; empty for none.
     fault: str = ""  # What ended the stay, if that was a failure.
 
 
@@ -42,7 +42,7 @@ class Trace(Struct):
     parent_id: str = ""  # Those of the client's span; empty if it gave none.
     state: str = ""  # The client's `tracestate`.
     # In order; each ends where the next one begins, and the last with the request. Empty as long as
-    # the times of the record tell them; see `stages_of`.
+    # the times of the record show them; see `stages_of`.
     steps: list[Step] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)  # In order.
 
@@ -133,7 +133,7 @@ class RequestRecord(Struct, omit_defaults=True):
     # The time to first token that was expected when it came; None if none was.
     expected_ttft_ns: int | None = None
     local_prefill: bool = False  # Whether it was left to its rank to compute the prompt.
-    # What told predictors how long its answer may be, in tokens; None if nothing did.
+    # The length of its answer that predictors were given as a hint, in tokens; None without one.
     hint: int | None = None
     hint_source: str = ""  # "client", or "limit" (its `max_tokens`); empty without a hint.
     group: str = ""  # Which of several groups had it last; empty if there is one, or none had it.
@@ -185,7 +185,7 @@ class RequestRecord(Struct, omit_defaults=True):
             self.itl_max_ns = max(self.itl_max_ns, at_ns - self.first_token_ns)
 
     def hinted(self, hint: Hint | None) -> None:
-        """Note what predictors were told last."""
+        """Note the hint that predictors were given last."""
         self.hint = None if hint is None else hint.tokens
         self.hint_source = "" if hint is None else hint.source
 

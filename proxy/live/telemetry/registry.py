@@ -100,7 +100,7 @@ TOKENS_BOUNDS = tuple(float(4**power) for power in range(11))
 
 
 class CappedLabel:
-    """Lets the first `limit` distinct values through; the others are `other`."""
+    """Lets the first `limit` distinct values through; any further one is `other`."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -179,7 +179,7 @@ class Histogram:
 
 
 class Totals:
-    """The counters of one name, told apart by the values of labels."""
+    """The counters of one name, by the values of labels."""
 
     def __init__(self, name: str, documentation: str, *labels: str) -> None:
         self._name, self._documentation = f"balanceroute_{name}", documentation
@@ -197,7 +197,7 @@ class Totals:
 
 
 class Histograms:
-    """The histograms of one name, told apart by the values of labels."""
+    """The histograms of one name, by the values of labels."""
 
     def __init__(
         self, name: str, documentation: str, bounds: tuple[float, ...], *labels: str

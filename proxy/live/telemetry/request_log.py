@@ -37,7 +37,7 @@ Fields, in this order; names and meanings are stable, and new ones come last:
     time            When it ended, UTC, ISO 8601: as in the lines of the process log.
     level           info; warning if the outcome is rejected, expired, upstream_error or internal_error.
     message         request ended.
-    tenant          Whose request it was; empty without tenants, and if its key is nobody's.
+    tenant          Whose request it was; empty without tenants, and for a key of none.
     refused_for     The limit that refused it, see docs/tenants.md; empty if none did.
     expected_ttft_s The time to first token that `--admission early` expected, or null.
     local_prefill   Whether a rank was to compute the prompt instead of a prefiller.
@@ -45,7 +45,7 @@ Fields, in this order; names and meanings are stable, and new ones come last:
     early_first_token        Whether the first token came from the prefiller.
     first_token_differences  Times a rank said something else than that token.
     seed                     Drawn for both legs to have the same first token, or null.
-    hint            Tokens that told predictors how long the answer may be, or null.
+    hint            The hint to predictors of the answer's length, in tokens, or null.
     hint_source     client (X-Expected-Output-Tokens), limit (max_tokens), or empty.
     trace_id        32 hexadecimal digits: of the client's traceparent, or ours; empty without.
     event           request_ended.
@@ -166,7 +166,7 @@ def _line(record: RequestRecord, now_ns: int) -> _Line:
     arrived_ns = record.arrived_ns
     started_ns, transfer_ns = record.prefill_started_ns, record.transfer_ns
     now_s = record.arrived_unix_s + (now_ns - arrived_ns) / _NS_PER_S
-    # By place: names would be looked for among all others.
+    # By place: that is faster than by name.
     line = _Line(
         int(record.arrived_unix_s * 1e6 + 0.5) / 1e6,
         record.prompt_tokens,

@@ -108,7 +108,7 @@ class TenantMetrics(_Ended):
     """What became of the requests of each tenant, how long they waited, and their tokens.
 
     Attributes:
-        names: Those of the file of tenants, of which the first that come are labels; others are `other`.
+        names: Those of the file of tenants, of which the first that come are labels; the rest are `other`.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class AliasWorth:
 
     tpot_ms: float | None  # Target of the time per output token; None if there is none.
     ttft_ms: float | None  # Target of the time to the first token; None if there is none.
-    # The worth of an answer in time, by task and group; empty if it was not told.
+    # The worth of an answer in time, by task and group; empty if it is not set.
     scores: Mapping[tuple[str, str], float]
 
     def is_kept(self, record: RequestRecord) -> bool:
@@ -278,7 +278,7 @@ class _Latencies:
             self._tpot.of(model).observe(gap_ns / NS_PER_S)
 
 
-# Fields of a record of which metrics tell the sum.
+# Fields of a record that metrics sum up.
 _SUMMED = (
     ("cached_tokens", "prompt_tokens_cached", "Prompt tokens that the prefiller had cached."),
     (

@@ -14,7 +14,7 @@ class PredictorScores:
     """How good one predictor was on the latest rows. None where they leave a score undefined."""
 
     name: str
-    active: bool  # Whether it is the one in use; the others are shadows.
+    active: bool  # Whether it is the one in use; else it is a shadow.
     failed: bool  # Whether it raised an exception, since when it is not asked any more.
     rows: int  # Rows that the scores are of.
     auc: float | None  # ROC-AUC of the chance to finish within the horizon.
@@ -39,13 +39,13 @@ class RankState:
     bound: int
     started: int
     free_slots: int
-    speed: float = 1.0  # Relative to the mean rank, as told or learned.
+    speed: float = 1.0  # Relative to the mean rank, as set or learned.
     quarantine: Quarantine = NO_QUARANTINE  # The last one of its server.
     url: str = ""  # Of its server.
     doubts: tuple[str, ...] = ()  # What speaks against the place of its server.
-    others: int = 0  # Slots of requests that are not this proxy's, as the engine tells.
+    others: int = 0  # Slots of requests that are not this proxy's, as the engine reports.
     cached_blocks: int | None = None  # As of a prefiller.
-    vetoes: int = 0  # Times it was left out, as it made no tokens while others did.
+    vetoes: int = 0  # Times it was left out, as it made no tokens while other ranks did.
     at_barrier: bool = True  # Whether its load counts in what is lost at the barrier.
     dp_group: int | None = None  # What names its data-parallel group; None if none is known.
 
@@ -65,7 +65,7 @@ class PrefillerState:
     quarantine: Quarantine = NO_QUARANTINE  # The last one.
     doubts: tuple[str, ...] = ()  # What speaks against its place.
     cached_blocks: int | None = (
-        None  # Those that its KV cache events tell of; None if nobody listens.
+        None  # Those that its KV cache events report; None if nothing follows them.
     )
 
 
@@ -127,7 +127,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What an engine tells of itself, whoever sends to it."""
+    """What an engine reports of itself, whichever proxy sends to it."""
 
     role: str
     url: str

@@ -33,7 +33,7 @@ from balanceroute.proxy.wire.messages import Headers, Response, WireError
 # The spans of a request that has ended, in OTLP's JSON encoding.
 #
 # One span of kind server per request, with a child for each stay in a stage: queue, prefill,
-# pool, transfer, decode. What happened to it on the way is told as events of the request's span.
+# pool, transfer, decode. What happened to it on the way becomes events of the request's span.
 # Source of the encoding: https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding and
 # opentelemetry/proto/trace/v1/trace.proto. Names of attributes are those of OpenTelemetry's
 # semantic conventions (HTTP, GenAI), or begin with `balanceroute.`.
@@ -148,7 +148,7 @@ def _more(record: RequestRecord, outcome: Outcome, trace: Trace) -> str:
 
 @lru_cache(maxsize=1024)
 def _kind(endpoint: str, model: str, stream: bool, outcome: Outcome, status: int) -> str:
-    """Return what a request has in common with others: members of its span, up to its own attributes."""
+    """Return what a request has in common with similar ones: members of its span, up to its own attributes."""
     # Names are few: a path that is not served is not among them.
     route = find(endpoint.encode("latin-1", errors="replace"))
     return "".join(
@@ -214,7 +214,7 @@ BATCH = 256
 """Requests whose spans are sent at once, at most."""
 
 DELAY_S = 2.0
-"""How long spans wait for others."""
+"""How long spans wait for further ones."""
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
