@@ -3,7 +3,7 @@
 The process starts the same command again, which reads the program and the settings as they are now on the
 disk. The new process has the listening sockets from the start, and says when it serves. Then the old one
 accepts nothing more, lets its connections end, and after that only waits for the new one and passes
-signals on to it. So whoever started the first process sees one process with one number, and its end.
+signals on to it. So the parent of the first process sees one process with one number, and its end.
 
 This file is also the program that waits: it is run alone, and so imports nothing of the package, and ends
 above the imports of what begins a hand-over. They would hold most of its memory, once for each update.

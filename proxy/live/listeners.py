@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.select_service import SelectService
 
 
-# Of the admin listener: who gives orders is near.
+# Of the admin listener: administrators are near.
 _HEADER_TIMEOUT_S = 2.0
 # How long a client may believe that HTTP/3 is spoken.
 _ALTERNATIVE_S = 86_400

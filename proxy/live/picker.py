@@ -74,7 +74,7 @@ _TEST_CHOICE, _TEST_SERVED = b"test-epp-endpoint-selection", "x-conformance-test
 # Of llm-d.
 _PROFILE, _PREFER, _IF_CACHED = b"epp-profile", b"prefer", b"if-available"
 _PREFILLER, _DP_RANK = "x-prefiller-host-port", "x-data-parallel-rank"
-# What engines or sidecars would obey, whoever says it: no client does.
+# Headers that engines or sidecars would obey from any sender: the proxy takes none from a client.
 _INTERNAL = (
     *(_PREFILLER, _DP_RANK, "x-data-parallel-host-port"),
     *("x-encoder-hosts-ports", "x-kv-cache-source-host-port"),
@@ -329,7 +329,7 @@ class Choices:
 
 
 async def _or_cancel(selection: Selection, choice: Awaitable[_Engine]) -> _Engine:
-    """Wait for a choice; who stops to wait has no request any more."""
+    """Wait for a choice; end the request of a caller that stops waiting."""
     try:
         return await choice
     except BaseException:
@@ -357,7 +357,7 @@ def _shape(api: Api, body: RequestBody) -> Shape:
         shape = read_token_shape(body, max_sequences=_MOST_SEQUENCES, internal=True)
     else:
         shape = read_shape(api, body, max_sequences=_MOST_SEQUENCES, internal=True)
-    # Who moves the bytes has decided that two engines do it.
+    # The gateway, which moves the bytes, has decided that two engines do it.
     return structs.replace(shape, direct="")
 
 

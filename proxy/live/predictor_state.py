@@ -39,7 +39,7 @@ class PredictorStateFile:
         in_thread: InThread,
         observed: Callable[[], int],
     ) -> None:
-        self.predictor = fresh  # Who has learned what the file says.
+        self.predictor = fresh  # With the state of the file, if that could be used.
         self._path = path
         self._metrics = metrics
         self._in_thread = in_thread

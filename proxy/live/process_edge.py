@@ -192,7 +192,7 @@ def _native_library(config: ProxyConfig) -> ctypes.CDLL | None:
     except LibraryError as error:
         if config.listening.native == "require":
             raise ConfigError(f"--native require: {error}") from None
-        if find_library() is not None:  # Whoever installed it expects something.
+        if find_library() is not None:  # Installed, so expected to work.
             _log.warning("streams are moved without the native library: %s", error)
         return None
 

@@ -312,7 +312,7 @@ class Proxy:
                 listener.hand_over(idle_s=_IDLE_S)
         with suppress(TimeoutError):
             async with asyncio.timeout_at(self._ends_s):
-                # Not at once: who has just connected is not counted yet.
+                # Not at once: the server does not count a client yet that has just connected.
                 await asyncio.sleep(_IDLE_S)
                 await self.server.drain()
 
@@ -623,7 +623,7 @@ def _leadership(
     from balanceroute.proxy.live.leader.leadership import Leadership, Office  # noqa: PLC0415
 
     led, clock = environment.led or {}, environment.uptime_s
-    # Whoever starts anew under a host's name is another one.
+    # A process that starts anew under a host's name is another one.
     name = str(led.get("name") or f"{gethostname()}_{environment.rng.getrandbits(64):016x}")
     office: Office
     if settings.leader_lock is not None:

@@ -109,7 +109,7 @@ class BalanceRouter(RequestRouter):
             self._drop(future)
             raise
         except Exception as error:
-            # Ray goes on without whoever raises here, and its caller would wait for ever.
+            # Ray drops a request whose choice raises here, and its caller would wait for ever.
             _log.exception("the choice of a replica failed")
             if not future.done():
                 future.set_exception(error)
@@ -124,7 +124,7 @@ class BalanceRouter(RequestRouter):
         return [candidate_replicas]
 
     def _asking(self, pending: PendingRequest) -> _Asking:
-        """Return who waits from now on."""
+        """Return the entry of a request, which waits from now on."""
         found = self._by_future.get(pending.future)
         if found is None:
             prompt_tokens, max_tokens = sizes(

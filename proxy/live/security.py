@@ -1,4 +1,4 @@
-"""Keys, TLS and the checks of who is asking."""
+"""Keys, TLS and the checks of callers."""
 
 import hmac
 import ipaddress
@@ -68,7 +68,7 @@ class Credentials:
     engine_key: Secret | None  # Sent to the engines as their API key.
     admin_token: Secret | None  # What administrators present; None if they need no token.
     tenants: tuple[Tenant, ...] = ()  # Empty if there are none.
-    # One of them is presented by who asks the select service; empty where that is off.
+    # Callers of the select service present one of them; empty where that is off.
     select_keys: tuple[Secret, ...] = ()
 
     @property

@@ -6,7 +6,7 @@
     POST   /potential_loads       what each would have with a request; nothing is reserved
     POST   /overlap_scores        what each prefiller should have of a prompt in its prefix cache
     GET    /dump                  501: there is no index of KV events here that a peer could replay
-    POST   /select                who would be chosen now; nothing is reserved
+    POST   /select                the engine that would be chosen now; nothing is reserved
     POST   /select_and_reserve    reserve a prefiller, or with "phase": "decode" a rank; waits until there is one
     POST   /reservations          likewise on one engine, by its worker_id or by the selection_id of a /select
     POST   /reservations/ID/prefill_complete    the prefill has ended: waits for the rank, and names it
@@ -64,7 +64,7 @@ _KEPT_BLOCKS = 512  # Of each of them.
 _MOST_NAMED = 4096
 _HASH = (1 << 63) - 1
 _log = logging.getLogger(__name__)
-_DEFAULT = "default"  # The model and the group of who names none.
+_DEFAULT = "default"  # The model and the group of a caller that names none.
 _JSON: Headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
 _OPEN = (b"/health", b"/ready")
 _RESERVATIONS = b"/reservations/"
@@ -336,7 +336,7 @@ class SelectService:
                     row["lifecycle"] = _LIFECYCLES.get(engine.status, "unschedulable")
         return list(found.values())
 
-    # Who is chosen.
+    # What is chosen.
 
     def _select(self, request: HttpRequest, reply: Reply) -> None:
         asked = _read(request, _PROMPT)
@@ -411,7 +411,7 @@ class SelectService:
         async def choose() -> None:
             engine = None if decodes else await found.prefiller()
             row = _choice(name, asked, engine or await found.rank())
-            self._asked.pop(name, None)  # Until then who was refused may ask again.
+            self._asked.pop(name, None)  # Until then a refused caller may ask again.
             within_s = pulled_within_s(group.intake.context.legs)
             if engine is not None and within_s is not None:
                 row["pull_within_s"] = within_s

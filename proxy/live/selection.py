@@ -138,7 +138,7 @@ class Selection:
         return self._call(lambda session: session.prefill_ended(prompt_tokens))
 
     def prefill_answered(self) -> bool:
-        """Note that the prefiller has answered, and whoever is to ask for the rank knows."""
+        """Note that the prefiller has answered, and that the caller that asks for the rank knows."""
         return self._call(lambda session: session.prefill_answered())
 
     def revise(self, max_tokens: int | None, expected_tokens: int | None) -> bool:
@@ -190,7 +190,7 @@ class Selection:
     # What its session says.
 
     def choose(self, engine: Prefiller | Rank | None) -> None:
-        """Set who does the next leg; None for no prefiller."""
+        """Set the engine of the next leg; None for no prefiller."""
         if isinstance(engine, Rank):
             self._rank.set_result(engine)
         if not self._prefiller.done():
@@ -382,7 +382,7 @@ class Reservation(Session):
             self.went_wrong("the engine was removed")
 
     def engine_lost(self, target: Target) -> None:
-        """Do nothing: who is at the engine sees it too, and ends."""
+        """Do nothing: the caller is at the engine, sees it too, and ends."""
 
     def leave_rank(self, target: Target) -> None:
         """Do nothing, as with `engine_lost`."""
@@ -489,7 +489,7 @@ def _both(one: Eligible | None, other: Eligible | None) -> Eligible | None:
     return Eligible(one.prefillers & other.prefillers, one.ranks & other.ranks)
 
 
-# Who takes requests, and finds them again.
+# Takes requests, and finds them again.
 
 
 class Asked(Struct, frozen=True):

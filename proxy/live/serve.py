@@ -146,7 +146,7 @@ async def _serve(config: ProxyConfig, command: ServeCommand) -> subprocess.Popen
     watch = DescriptorWatch(proxy.servers)
     try:
         await proxy.start()
-        if proxy.admin is None:  # The settings have changed: who connects there is refused.
+        if proxy.admin is None:  # The settings have changed: refuse connections there.
             for one in inherited.admin:
                 one.close()
         signals.on_hangup(on_hangup)

@@ -254,7 +254,7 @@ class Control(Protocol):
 
     @property
     def pausing(self) -> Pausing:
-        """Who pauses, resumes and aborts."""
+        """What pauses, resumes and aborts."""
 
     def state(self, *, requests: bool) -> dict[str, object]:
         """Return `state`, or `groups` by name, with each live request if asked."""

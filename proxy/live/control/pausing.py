@@ -4,7 +4,7 @@ The names and the modes are those of an engine, vLLM 0.32, which has the routes 
 VLLM_SERVER_DEV_MODE=1. Here an order is about all engines, and about requests that are on none: those
 that wait before their prefill, and those whose KV cache waits for a rank.
 
-* Paused, no prefill starts. Who comes waits in the queue, with its limits.
+* Paused, no prefill starts. A new request waits in the queue, with its limits.
 * `wait` lets end what has a prefill, and then pauses the engines.
 * `abort` ends at once what is on no engine, with an error, and has the engines abort the rest: these
   answers end with the finish reason `abort` and what they had so far. What an engine does not end in
@@ -55,7 +55,7 @@ _ON_NO_ENGINE = frozenset({LifecycleState.QUEUED, LifecycleState.POOLED})
 
 
 class Site(Protocol):
-    """The engines of one model, and who decides about them."""
+    """The engines of one model, and what decides about them."""
 
     driver: Driver
     roster: Roster
@@ -135,7 +135,7 @@ class Pausing:
         return {"status": "resumed", "engines": asked}
 
     async def abort(self, request_ids: list[str] | None) -> dict[str, object]:
-        """End the requests that there are, or those with some ids; who comes later is served."""
+        """End the requests that there are, or those with some ids; later ones are served."""
         if not request_ids:
             return {"status": "aborted", **await self._abort("/abort_requests")}
         ids = frozenset(request_ids)

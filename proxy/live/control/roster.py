@@ -1,4 +1,4 @@
-"""Changes of the engines, by operators and by health checks, and who is notified of them.
+"""Changes of the engines, by operators and by health checks, and what is notified of them.
 
 One object owns every change of the instances, so that scheduler, health checks, scrapes and the list
 itself cannot disagree.
@@ -234,7 +234,7 @@ class Roster:
         reconfigure: Callable[[], None],
         ordered: Callable[[], None],
     ) -> None:
-        """Set who is notified from now on; they are notified of the present instances at once."""
+        """Set what is notified from now on, and notify it of the present instances at once."""
         self._driver, self._health, self._scraper = driver, health, scraper
         self._metrics, self._reconfigure, self._ordered = metrics, reconfigure, ordered
         self.pairing.attach(driver.feed, driver.reopen)
@@ -375,7 +375,7 @@ class Roster:
         else:
             if addition.bootstrap is not None:
                 raise ConfigError("only prefillers have bootstrap servers")
-            assert ranks is not None, "whoever adds a decode server knows its ranks"
+            assert ranks is not None, "an addition of a decode server has its ranks"
             check_ranks(address, ranks, room)
             ids = None if ranks == 1 and not addition.asked else tuple(range(ranks))
             decoder = DecodeServer(address, ids)

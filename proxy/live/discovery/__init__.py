@@ -1,1 +1,1 @@
-"""Engines that come and go: where they are found, and who registers and drains them."""
+"""Engines that come and go: where they are found, and what registers and drains them."""

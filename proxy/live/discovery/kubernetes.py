@@ -292,7 +292,7 @@ class ApiClient:
     def __init__(self, connect: "Callable[[], Endpoint]", account: Path) -> None:
         self._connect, self._account = connect, account
         self._endpoint: Endpoint | None = None
-        self._authority = b""  # Whom it trusts.
+        self._authority = b""  # The certificates that it trusts.
 
     @property
     def namespace(self) -> str:
@@ -302,7 +302,7 @@ class ApiClient:
     def request(
         self, method: bytes, target: str, body: bytes = b""
     ) -> "tuple[Endpoint, bytes, bytes, Headers, bytes]":
-        """Return whom to ask, and what; all but who takes the answer.
+        """Return the server to ask, and the request; all arguments but the handler of the answer.
 
         Raises:
             OSError: The account's folder cannot be read; UnicodeDecodeError likewise.
@@ -466,7 +466,7 @@ class KubernetesSlices:
         return True
 
     def _request(self, **query: object) -> "tuple[Endpoint, bytes, bytes, Headers, bytes]":
-        """Return whom to ask, and what; see `ApiClient.request`."""
+        """Return the server to ask, and the request; see `ApiClient.request`."""
         namespace = quote(self._namespace or self._api.namespace)
         path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         return self._api.request(

@@ -1,4 +1,4 @@
-"""The sources that the settings name, and who follows them."""
+"""The sources that the settings name, and what follows them."""
 
 import asyncio
 import logging

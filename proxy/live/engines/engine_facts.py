@@ -216,7 +216,7 @@ class Identification:
         self._identified = identified
 
     async def run(self) -> None:
-        """Ask bootstrap servers who their engines are, again and again: each start has a new id."""
+        """Ask bootstrap servers for the ids of their engines, again and again: each start has a new id."""
         while True:
             free = asyncio.Semaphore(_AT_ONCE)
             asked = [

@@ -11,7 +11,7 @@ An instance is up, or quarantined and probed until it answers again. Rules:
   sometimes serves more than none. It follows that the last instance is never given up so.
 - One good probe brings an instance back, on trial: its next fault quarantines it again. An instance
   that falls back soon waits twice as long for its next probe, up to a limit.
-- Who is convicted of KV caches that cannot be pulled (`instances.KvTransfers`) is quarantined by the panic rule
+- An instance at fault for KV caches that cannot be pulled (`instances.KvTransfers`) is quarantined by the panic rule
   alone. If it was on trial for that, its back-off goes on to double, however long ago that was.
 - After a stall of this process, timeouts say nothing of the engines: they are not counted.
 - Of a new instance nothing is known until a probe succeeded, it is quarantined, or as many probes as

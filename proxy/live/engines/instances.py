@@ -496,7 +496,7 @@ class DpGroups:
         return len(numbers) if numbers == set(map(str, range(len(numbers)))) else None
 
 
-# Who is at fault when KV caches cannot be pulled: the prefiller, or the rank.
+# Finds the instance at fault when KV caches cannot be pulled: the prefiller, or the rank.
 #
 # The rank reports it, whichever is at fault: with a 5xx, an error event, or silence. So failures
 # are kept by both sides, until a pull of that side succeeds. A prefiller that fails with several
@@ -508,7 +508,7 @@ class DpGroups:
 # one pull succeeds. What it fails then is mended outside of the retry budget, and it waits longer
 # before the next trial.
 
-# Who pulls from whom at present.
+# The prefillers and the ranks that pull from them at present.
 Pairs = Iterable[tuple["Prefiller", "Rank"]]
 # Failures kept of each side: more of one that cannot be judged add nothing.
 _KEPT = 32
@@ -518,7 +518,7 @@ class KvTransfers:
     """Judges prefillers and ranks by the pulls between them.
 
     Args:
-        enough: Requests that fail in a row before anyone is at fault.
+        enough: Requests that fail in a row before an instance is at fault.
         pulling: Returns which ranks pull from which prefillers at present.
         convict: Quarantines one that is at fault, and returns whether it did: its role may have
             no other instance. `again` says that it was on trial.
@@ -562,7 +562,7 @@ class KvTransfers:
         fault: Fault,
         reason: str,
     ) -> None:
-        """Note that a rank failed to pull a KV cache, and quarantine who is at fault, if known."""
+        """Note that a rank failed to pull a KV cache, and quarantine the instance at fault, if known."""
         self._count(prefiller.name, rank.name, fault.value)
         self._note(prefiller.target, request, rank.target)
         self._note(rank.target, request, prefiller.target)

@@ -1,4 +1,4 @@
-"""Names that stand for several models: which of them answers a request, and who answers in its place.
+"""Names that stand for several models: which of them answers a request, and which ones in its place.
 
 A proxy without aliases never imports this.
 """
@@ -82,7 +82,7 @@ class Alias:
         return self._by_path.get(path, self.config.default_task)
 
     def choose(self, task: str, shape: Shape) -> Iterator[Group]:
-        """Yield the group that is to answer, and then who may in its place.
+        """Yield the group that is to answer, and then those that may in its place.
 
         Those of smaller models come first, as they have more room. A group that takes no requests when
         its turn comes is left out.
@@ -137,7 +137,7 @@ class FallBack:
     """Has one request answered by the first group that does.
 
     Args:
-        groups: Who may answer, best first.
+        groups: Those that may answer, best first.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class ModelAttempt:
     def comment(self, headers: Headers, data: bytes, late: Late) -> None:
         """See `Reply`; another group may still answer."""
         if not self._given_up:
-            if not self.inner.commented:  # Who answers is not said before it is known.
+            if not self.inner.commented:  # Which group answers is not known yet.
                 headers = self.inner.more_headers
                 self.inner.more_headers = [one for one in headers if one[0] != MODEL_HEADER]
             self.inner.comment(headers, data, late)

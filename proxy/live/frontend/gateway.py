@@ -164,7 +164,7 @@ class BodyQueue:
             self._read_on(reading, waiting, done)
 
 
-# Decode engines' calls for a prefill: who may call, and who takes what they post.
+# Decode engines' calls for a prefill: which ones are taken, and by which request.
 #
 # The path is the secret that authorises a call.
 
@@ -205,7 +205,7 @@ class HandOffs:
         return None
 
     def _awaited(self, path: bytes) -> Callable[[Mapping[str, Any]], None] | None:
-        """Return who takes what a decode rank posts there."""
+        """Return what takes a decode rank's post there."""
         transfer = path.removeprefix(METASERVER_PATH).decode("ascii", "replace")
         for group in self._groups:
             awaited = group.intake.context.hand_offs.get(transfer)

@@ -222,7 +222,7 @@ class ModelRoutes:
         self._warn()
 
     def eligible(self, model: str) -> Eligible | None:
-        """Return who can serve a model; None for all."""
+        """Return the engines that can serve a model; None for all."""
         if not self.differ or not model:
             return None
         return self._eligible.get(model, self._unlisted)
@@ -247,7 +247,7 @@ class ModelRoutes:
         return None
 
     def _find(self, name: str | None) -> Eligible:
-        """Return who serves a model; for None, of whom nothing is known."""
+        """Return the engines that serve a model; for None, those of which nothing is known."""
         able = [one for one, names in self._names if names is None or name in names]
         return Eligible(
             frozenset(one.id for one in able if isinstance(one, Prefiller)),

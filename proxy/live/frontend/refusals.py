@@ -302,7 +302,7 @@ class Tenancy:
     def states(self) -> list[TenantState]:
         if self._tenants is None:
             return []
-        # Who was removed has no share, and is here until the last request of it has ended.
+        # A removed tenant has no share, and is here until its last request has ended.
         weights = {name: one.weight for name, one in self._known.items()}
         all_weights = sum(weights.values()) or 1.0
         return [

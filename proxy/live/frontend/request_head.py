@@ -173,10 +173,10 @@ def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
     return [field for field in headers if field[0] in _TRACE]
 
 
-# Who a client is by the keys that it gives, and what it may ask for.
+# The tenant of a client by the keys that it gives, and what it may ask for.
 
 EVERYBODY = Tenant("")
-"""Whom clients are where there are no tenants."""
+"""The tenant of all clients where the settings name none."""
 
 KEY_IS_GONE = (401, "Unauthorized")
 """For a request whose key was withdrawn before its body had come."""
@@ -190,7 +190,7 @@ class Clients:
 
     Args:
         api_keys: Keys that are no tenant's own.
-        tenants: Empty if there are none; then everybody with one of the keys is `everybody`.
+        tenants: Empty if there are none; then all clients with one of the keys are `everybody`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """A Lease of Kubernetes (coordination.k8s.io/v1) as the place where replicas agree on who leads.
 
-Who leads writes its name and a new time into the Lease again and again. Rules:
+The leader writes its name and a new time into the Lease again and again. Rules:
 
 - Each write names the version of the Lease that it follows, so of two writers one is refused (409).
 - No clock but one's own counts. A time in the Lease is a word that is new with each write. Another one
@@ -133,7 +133,7 @@ class KubernetesLease:
         last = "" if status == _NOT_FOUND else _last_write(lease)
         own = holder == self.name and (self.kin or last in self._written)
         if own or (leads and not holder):
-            # It has not been anybody else's since the last write here.
+            # No other process has had it since the last write here.
             return await self._write(lease, spec, created=status == _NOT_FOUND)
         seen = None if status == _NOT_FOUND else _version(lease)
         if seen != self._seen:
@@ -208,7 +208,7 @@ class KubernetesLease:
         """Return the status, a good one, 404 of a Lease or 409, and the Lease. Raises LeaderError."""
         body = b"" if thing is None else json.dumps(thing).encode()
         request = self._api.request(method, path, body)
-        # Whoever calls limits the time.
+        # The caller limits the time.
         answer = await fetch(*request, timeout_s=float(LONGEST_S), max_bytes=_MOST_BYTES)
         if answer.status == _CONFLICT or (answer.status == _NOT_FOUND and method != b"POST"):
             return answer.status, {}

@@ -45,7 +45,8 @@ class Office(Protocol):
 
     Attributes:
         name: This process's there.
-        kin: Whether what has this name is this process's, whoever wrote it: there was a hand-over.
+        kin: Whether an entry of this name counts as this process's, also one of another process: there was a
+            hand-over.
         due_s: When it may be free, by the clock; inf if that is not known.
     """
 
@@ -274,7 +275,7 @@ class Leadership:
         self._end_waiting()
 
     def _end_waiting(self) -> None:
-        """End what waits where another one leads: who sent it may ask that one."""
+        """End what waits where another process leads: its clients may ask that one."""
         if not self._led:
             reason = self._reason()
             for site in self._sites():

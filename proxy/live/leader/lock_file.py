@@ -1,9 +1,9 @@
-"""A file on shared storage as the place where replicas agree on who leads: whoever has locked it.
+"""A file on shared storage as the place where replicas agree on who leads: the process that has locked it.
 
 The lock is that of flock(2), which the kernel, or the server of an NFS, takes from a process that ended.
 Rules:
 
-- Who leads writes its name through the lock again and again. A lock that a server has taken away
+- The leader writes its name through the lock again and again. A lock that a server has taken away
   (NFSv4, after a partition) makes the write fail, and one that takes too long does not count.
 - A lock on a file that is no longer the one at its path is none: other processes see another file.
 - A file that was at its path for less than a term, as seen here, may have replaced one that another
@@ -148,7 +148,7 @@ class LockFile:
             self._close()  # Other processes see another file: it was replaced.
             return ""
         self._note(_which(os.fstat(self._locked)))
-        # In this order: whoever reads meanwhile finds a name.
+        # In this order: a process that reads meanwhile finds a name.
         self._writes += 1
         renewal = f"{self.name} {os.getpid()} {self._writes}\n".encode()
         os.ftruncate(self._locked, os.pwrite(self._locked, renewal, 0))

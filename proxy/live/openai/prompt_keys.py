@@ -31,7 +31,7 @@ from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, PROMPT_MEMBER,
 CHARACTERS = (256, 1024, 4096)
 TOKENS = (64, 256, 1024)
 
-# Members that change nothing in how long a sequence gets: the form of the answer, who asks, what the
+# Members that change nothing in how long a sequence gets: the form of the answer, the sender, what the
 # proxy drops. Of several sequences each counts by itself, and a seed is a draw from what the rest of
 # the request makes likely. All other members may matter, also unknown ones.
 _IRRELEVANT = INTERNAL_FIELDS | {

@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Handling(Enum):
-    """Who answers a route."""
+    """The part that answers a route."""
 
     GENERATION = "prefill and decode legs"
     SINGLE_ENGINE = "a prefiller, unchanged"

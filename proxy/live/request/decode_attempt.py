@@ -416,7 +416,7 @@ class DecodeAttempt(Attempt):
             self._session.answered(headers, body, served)
 
     def stream_remarked(self, headers: Headers, event: bytes) -> None:
-        """Pass a comment on at once: who is on the way to the client may count its silence."""
+        """Pass a comment on at once: a gateway on the way to the client may time silence out."""
         self._session.answer.comment(headers, event)
 
     def stream_started(self, status: int, headers: Headers) -> None:

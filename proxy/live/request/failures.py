@@ -86,7 +86,7 @@ class Failure:
     reason: str  # For the log, and for the client if nothing mends it.
     # What the engine answered, if that is what the client gets in the end.
     answer: tuple[int, Headers, bytes] | None = None
-    blamed: Target | None = None  # Who is at fault, if not the engine of the leg.
+    blamed: Target | None = None  # The instance at fault, if it is not the engine of the leg.
 
     @property
     def is_death(self) -> bool:

@@ -58,7 +58,7 @@ class HandOff:
         self._prefilled = prefilled
         self._failed = failed
         self._params: Mapping[str, Any] = {}
-        # Who prefills, or did so last.
+        # The prefiller that works on it, or did so last.
         self.prefiller = session.silent_prefiller  # Asked again only if there is no other.
         self._call: Call | None = None
         self._asked_s = 0.0

@@ -16,7 +16,7 @@ from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, Shape
 
 
 class Direct(Enum):
-    """Who serves requests that one engine has to do whole."""
+    """The role that serves requests that one engine has to do whole."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -177,7 +177,7 @@ class LegRules:
 class LegSettings(LegTimes, LegRetries, AnswerLimit, LegRules):
     """All that legs go by."""
 
-    direct: Direct = Direct.DECODE  # Who serves requests that one engine has to do whole.
+    direct: Direct = Direct.DECODE
     # How long a prefiller keeps a KV cache that no decoder asked for; None for ever. What the
     # engine says of a single request goes first.
     lease_s: float | None = None
@@ -197,7 +197,7 @@ class LegSettings(LegTimes, LegRetries, AnswerLimit, LegRules):
         return self.resume is not RESUME_OFF or self.first_token is not FROM_DECODE
 
     def direct_of(self, prompt_tokens: int) -> Direct:
-        """Return who serves a request that one engine has to do whole."""
+        """Return the role that serves a request that one engine has to do whole."""
         too_long = prompt_tokens > self.direct_decode_tokens
         return Direct.PREFILL if too_long and self.direct is Direct.DECODE else self.direct
 

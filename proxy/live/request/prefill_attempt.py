@@ -141,7 +141,7 @@ class PrefillAttempt(Attempt):
         record.prefilled_ns = round(session.context.clock() * 1e9)
         resuming, resume = session.resuming, session.context.legs.resume
         if resuming is not None and session.shape.stream and resume is not RESUME_OFF:
-            # Only who keeps ids asks, and all of the answer is decoded for it.
+            # Only streams that keep ids need it, and it takes decoding the whole answer.
             resuming.parses |= continuous_usage_is_expensive(answer.message)
         again = session.emitted.delivered is not None and session.answer.opened
         if session.emitted.tokens == 0 and not again:

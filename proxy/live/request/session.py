@@ -81,7 +81,7 @@ class Work:
 
     @property
     def pair(self) -> tuple[Prefiller, Rank] | None:
-        """Who is to pull its KV cache from whom; None unless a decode leg has yet to begin so."""
+        """The prefiller and the rank that is to pull its KV cache; None unless a decode leg has yet to begin so."""
         return None
 
     @property
@@ -755,7 +755,7 @@ class Session:
 def _judge(
     session: Session, attempt: Attempt, failure: Failure, *, stream_open: bool, deaths: int
 ) -> Retry | None:
-    """End an attempt, blame whom the rules blame, and return how to go on; see `triage`."""
+    """End an attempt, blame the engines that the rules blame, and return how to go on; see `triage`."""
     attempt.fail(failure)  # What failed may be the answer, not the connection.
     recovery, kv = session.recovery, session.kv
     pair, engine, leg = attempt.pair, attempt.engine, attempt.leg

@@ -143,7 +143,7 @@ class Suspects:
 
     Attributes:
         condemned: Called with a death and the number of prompts that are refused for it.
-        prompts: The suspects, by fingerprint; who was hit longest ago first. While there is none it does
+        prompts: The suspects, by fingerprint; the one hit longest ago first. While there is none it does
             not matter which prompt a request has.
     """
 
@@ -351,7 +351,7 @@ class Host(Protocol):
     ) -> Prefiller | None:
         """Return the prefiller for a prefill that a decode rank called for; None if none can take it.
 
-        Whoever it is counts as busy until a `RemotePrefillEnded`.
+        It counts as busy until a `RemotePrefillEnded`.
         """
 
     def group_of(self, engine: Prefiller | Rank) -> Target:
@@ -478,7 +478,7 @@ class KvHandle:
         params: bytes | None,
         expires_s: float | None = None,
     ) -> None:
-        self.prefiller = prefiller  # Who computed it.
+        self.prefiller = prefiller  # The one that computed it.
         # How a rank pulls it, as JSON; None if none can, so that the rank computes the prompt
         # itself.
         self.params = params

@@ -153,7 +153,7 @@ class DriverSettings:
     warm_up: bool  # Whether engines that begin, or come back, get a share that grows.
     settle_s: float = 0.002  # How long a tick waits for further requests to end with the same step.
     # How long requests wait for a role of which no instance is up. Less than that is an engine that
-    # restarts; who comes meanwhile is refused at once.
+    # restarts; a request that comes meanwhile is refused at once.
     stranded_s: float = 10.0
     group_return_s: float = 0.0  # The same for data-parallel groups that have ended.
     # Returns why nothing may be given to an engine now; empty if it may. None for no check.
@@ -584,7 +584,7 @@ class Stranded:
             if self._instances.groups.ended(kind[0]):
                 after_s, reason = self._settings.group_return_s, "the decode group has ended"
             if now_s - since_s > after_s:
-                # In this order: who leaves the pool makes room for the queue.
+                # In this order: a request that leaves the pool makes room for the queue.
                 for state in (LifecycleState.QUEUED, LifecycleState.POOLED):
                     waiting = [one for one in requests.values() if one.state is state]
                     due = [one.request for one in waiting if _kind(one) == kind]

@@ -189,7 +189,7 @@ class RetryBudget:
         return True
 
 
-# What sessions report and ask goes to those who keep count for all of them.
+# Passes what sessions report and ask to the parts that all of them share.
 
 
 _log = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ class Feedback:
         self, leg: str, fault: Fault, target: Target, pulled_from: PrefillerId | None
     ) -> bool:
         """Take one retry from the budget, if there is one; see `Host.may_retry`."""
-        # A trial is the proxy's own doing, and what follows a verdict goes to those who are able.
+        # A trial is the proxy's own doing, and its request goes on with instances that work.
         trial = pulled_from is not None and self._instances.prefillers[pulled_from].kv_trial
         if not (trial or self._instances.others_serve(target) or self.retries.spend()):
             return False

@@ -62,7 +62,7 @@ class Advance(Generic[_Request]):
     steps: int  # Steps that passed.
     # Time of each, in seconds; None if it was not measured, or if the fleet paused.
     step_s: float | None
-    # Who is off the clock, and by how many tokens of each sequence.
+    # The requests that are off the clock, and by how many tokens of each sequence.
     corrections: list[tuple[_Request, int]]
 
 

@@ -158,7 +158,7 @@ class ProgressVeto:
         return self._ranks.limit_s(rank, self._clock())
 
     def review(self) -> None:
-        """Leave out who stands still, and take back who does not any more."""
+        """Leave out ranks that stand still, and take back those that do not any more."""
         try:
             self._review_all()
         finally:

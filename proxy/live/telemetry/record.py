@@ -243,7 +243,7 @@ def stages_of(record: RequestRecord) -> list[Step]:
     return steps
 
 
-# The requests that ended last, kept for whoever asks for one by its id.
+# The requests that ended last, kept for administrators that ask for one by its id.
 
 KEPT = 1000
 

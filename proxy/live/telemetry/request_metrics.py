@@ -54,7 +54,7 @@ def _gap_ns(record: RequestRecord) -> float | None:
 
 @dataclass(slots=True)
 class Counts:
-    """What became of requests since the start, for people who look."""
+    """What became of requests since the start, for the admin page."""
 
     outcomes: dict[str, int]  # How many ended how.
     output_tokens: int  # Tokens that reached clients, of those that ended.
@@ -182,7 +182,7 @@ class AliasWorth:
 
 
 class AliasMetrics(_Ended):
-    """Who answered the requests that named an alias, whether in time, and what that was worth."""
+    """The groups that answered requests which named an alias, whether in time, and what that was worth."""
 
     def __init__(self) -> None:
         self.worth: Mapping[str, AliasWorth] = {}  # What answers are worth, by alias.
