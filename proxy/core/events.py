@@ -128,11 +128,11 @@ class DecodeLost(Struct, frozen=True):
 class DecodeStarted(Struct, frozen=True):
     """The request joined its rank's batch, so the KV transfer is over.
 
-    `heard` is whether its first token came; else that is only to be expected by now.
+    Without `first_token`, the driver only expects the first token to have come by now.
     """
 
     request: RequestId
-    heard: bool = True
+    first_token: bool = True
 
 
 class StepCompleted(Struct, frozen=True):

@@ -72,13 +72,13 @@ class RankPrompt:
     compute_ns: float  # How long that should take.
     begun_ns: int  # When the step began in which it is computed.
     # By rank, how long others take that are computed at the same time.
-    others_ns: defaultdict[RankId, float] = field(default_factory=lambda: defaultdict(float))
+    concurrent_ns: defaultdict[RankId, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def longest_ns(self) -> float:
         """How long the rank takes that computes longest."""
-        own_ns = self.others_ns.get(self.rank, 0.0) + self.compute_ns
-        return max([own_ns, *self.others_ns.values()])
+        own_ns = self.concurrent_ns.get(self.rank, 0.0) + self.compute_ns
+        return max([own_ns, *self.concurrent_ns.values()])
 
     @property
     def decides(self) -> bool:
@@ -126,8 +126,8 @@ class RankPrompts:
         if ended is not None:
             for other in self._begun.values():
                 if other.begun_ns < now_ns:
-                    other.others_ns[ended.rank] += ended.compute_ns
-                    ended.others_ns[other.rank] += other.compute_ns
+                    other.concurrent_ns[ended.rank] += ended.compute_ns
+                    ended.concurrent_ns[other.rank] += other.compute_ns
         return ended
 
 
@@ -233,10 +233,10 @@ class LocalPrefill:
         queued_ns += work.token_ns * self._computed * self._queued_tokens
         done_ns = service_ns + queued_ns / len(state.prefillers)
         late_ns = max(0.0, done_ns - self._slot_wait_ns(ticket, state))
-        others = _QUEUE_FACTOR * own_ns / work.mean_ns
+        delayed = _QUEUE_FACTOR * own_ns / work.mean_ns
         base_ns, token_ns = self._transfers.line
         transfer_ns = max(0.0, base_ns + token_ns * ticket.prompt_tokens - self._step_ns)
-        return late_ns * (1.0 + others) + transfer_ns
+        return late_ns * (1.0 + delayed) + transfer_ns
 
     def _slot_wait_ns(self, ticket: Ticket, state: FleetState) -> float:
         """Return how long a request that came to the pool now would wait for a slot."""

@@ -49,17 +49,17 @@ class RankMemory:
 
     Args:
         rank_tokens: Returns the KV tokens that a rank keeps; None if that is unknown.
-        told: What ranks tell of their blocks, by rank; None if the proxy does not listen.
+        engine_blocks: What ranks tell of their blocks, by rank; None if the proxy does not listen.
     """
 
     def __init__(
         self,
         rank_tokens: Callable[[], int | None] = lambda: None,
-        told: EngineBlocks | None = None,
+        engine_blocks: EngineBlocks | None = None,
     ) -> None:
         self.kept_tokens = 0  # Tokens of prompts that their ranks should have had, of all requests.
         self._rank_tokens = rank_tokens
-        self._told = told
+        self._engine_blocks = engine_blocks
         self._ranks = 0  # One more than the highest that was given anything.
         self._held: dict[RankId, _Held] = {}
         self._ranks_of: dict[int, int] = {}  # By block: 1 << rank of each that has it.
@@ -72,8 +72,8 @@ class RankMemory:
     def kept(self, ticket: Ticket) -> dict[RankId, int]:
         """Return the ranks that should have a beginning of a prompt, and its tokens."""
         ranks = self._ranks
-        if self._told is not None:
-            ranks = max(ranks, 1 + max(self._told.engines, default=-1))
+        if self._engine_blocks is not None:
+            ranks = max(ranks, 1 + max(self._engine_blocks.engines, default=-1))
         return {RankId(n): tokens for n, tokens in enumerate(self.row(ticket, ranks)) if tokens}
 
     def row(self, ticket: Ticket, ranks: int) -> list[int]:
@@ -81,8 +81,8 @@ class RankMemory:
         # The last token is always computed: its output is the answer's first token.
         most = ticket.prompt_tokens - 1
         row = self._given(ticket, ranks)
-        if self._told is not None:
-            self._correct(row, self._told, ticket)
+        if self._engine_blocks is not None:
+            self._correct(row, self._engine_blocks, ticket)
         turn = self._sessions.get(ticket.session)
         if turn is not None and turn.rank < ranks and self._remembers(turn):
             row[turn.rank] = max(row[turn.rank], min(turn.tokens, most))
@@ -186,17 +186,17 @@ class RankMemory:
                 left ^= last
         return row
 
-    def _correct(self, row: list[int], told: EngineBlocks, ticket: Ticket) -> None:
+    def _correct(self, row: list[int], engine_blocks: EngineBlocks, ticket: Ticket) -> None:
         """Replace what is estimated of ranks that tell what they have."""
-        of_tokens, blocks = ticket.token_blocks, told.beginning(ticket)
-        for rank in told.engines if blocks else ():
+        of_tokens, blocks = ticket.token_blocks, engine_blocks.beginning(ticket)
+        for rank in engine_blocks.engines if blocks else ():
             if rank >= len(row):
                 continue
-            there = told.leading(rank, blocks)
-            tokens = min(there * told.block_tokens, ticket.prompt_tokens - 1)
+            there = engine_blocks.leading(rank, blocks)
+            tokens = min(there * engine_blocks.block_tokens, ticket.prompt_tokens - 1)
             # Of a text, what follows the part whose tokens are known may be there too.
-            all_told = of_tokens or there < len(blocks)
-            if not (all_told and told.knowledge(rank) is Knowledge.ALL):
+            all_known = of_tokens or there < len(blocks)
+            if not (all_known and engine_blocks.knowledge(rank) is Knowledge.ALL):
                 tokens = max(tokens, row[rank])
             row[rank] = tokens
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import and_
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVarTuple
 
 import numpy as np
@@ -300,7 +301,7 @@ class Fleet(Struct, eq=False):
     # own.
     room_after: Callable[[int, PoolEntry], int] | None = None
     # int64[G], what the requests of others hold; None if there are none.
-    others_kv_tokens: NDArray[np.int64] | None = None
+    foreign_kv_tokens: NDArray[np.int64] | None = None
     # What the ranks have of prompts; None if the scheduler remembers none.
     keeping: "Keeping | None" = None
     # Whether a rank without a free slot closes: of a policy that binds early, those that have few
@@ -319,7 +320,7 @@ class Fleet(Struct, eq=False):
             slots: int64[G], the slots of their requests.
             kv_tokens: int64[G], what those hold.
         """
-        self.others_kv_tokens = kv_tokens
+        self.foreign_kv_tokens = kv_tokens
         self.loads += kv_tokens
         self.bound += slots
         self.free_kv_tokens = self.free_kv_tokens - kv_tokens
@@ -379,7 +380,7 @@ class Fleet(Struct, eq=False):
             self.free_kv_tokens[rank] -= entry.kv_tokens
         else:
             room = self.room_after(rank, entry)
-            shared = self.others_kv_tokens
+            shared = self.foreign_kv_tokens
             self.free_kv_tokens[rank] = room if shared is None else room - int(shared[rank])
 
 
@@ -498,19 +499,19 @@ class ForeignRequests:
         self.limits = np.concatenate([self.limits, new.limits])
 
 
-def own_limit(batch: int, others: int, own: int) -> int:
+def own_limit(batch: int, foreign: int, own: int) -> int:
     """Return the slots of a rank that its own requests may have, at least 1.
 
     Args:
         batch: Slots of the rank.
-        others: Slots of the requests of others, at least 1.
+        foreign: Slots of the requests of others, at least 1.
         own: Slots of its own, now.
     """
-    limit = batch - others
+    limit = batch - foreign
     fair = batch // 2
-    if others < fair:
+    if foreign < fair:
         most = max(1, int(batch * _GIVEN_SHARE))
-        limit -= min(others, most, fair - others)
+        limit -= min(foreign, most, fair - foreign)
     else:
         limit = max(limit, min(own, fair))
     if limit > own:
@@ -563,8 +564,7 @@ class Ranks:
             grows: Whether it grows; else the whole share follows the first token.
             on_trial: Whether that is so even if no other one has proved itself.
         """
-        others = zip(self.proved, self.is_open.tolist(), strict=True)
-        if on_trial or any(proved and is_open for proved, is_open in others):
+        if on_trial or any(map(and_, self.proved, self.is_open.tolist())):
             self.warm_up.begin(rank, grows=grows)
         self.proved[rank] = False
 

@@ -150,9 +150,9 @@ class Pace:
             return
         self._account(now_ns)
         prefiller, _, start_ns = self._running.pop(request)
-        others = self._running_on.pop(prefiller) - 1
-        if others:
-            self._running_on[prefiller] = others
+        left = self._running_on.pop(prefiller) - 1
+        if left:
+            self._running_on[prefiller] = left
         if not prompt_tokens:
             return
         keep = 1 - 1 / _WINDOW_PREFILLS

@@ -93,11 +93,11 @@ def check_ranges(section: object) -> None:
                 raise ConfigError(f"{one.attribute} {verb} {item}, must be {_range(*one.bounds)}")
 
 
-def part(component: Callable[..., T], *sections: object, **others: object) -> T:
+def part(component: Callable[..., T], *sections: object, **overrides: object) -> T:
     """Return a component's settings: each of its fields that a section has, by its name.
 
     Args:
-        others: Fields that no section has, or not so.
+        overrides: Fields that no section has, or not so.
     """
     wanted = {one.name for one in fields(component)}  # type: ignore[arg-type]
     found = {
@@ -106,7 +106,7 @@ def part(component: Callable[..., T], *sections: object, **others: object) -> T:
         for one in fields(section)  # type: ignore[arg-type]
         if one.name in wanted
     }
-    return component(**found | others)
+    return component(**found | overrides)
 
 
 # Kinds of settings. To a type checker each returns its default, as `field` does.

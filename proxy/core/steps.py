@@ -379,10 +379,10 @@ class RankProgress:
         return self._limit_s(rank, self.stepping(now_s))
 
     def _limit_s(self, rank: RankId, stepping: Stepping) -> float | None:
-        own_s, others_s = self._gap_s(rank), stepping.gap_beside_s(rank)
-        if own_s is None or others_s is None:
+        own_s, other_s = self._gap_s(rank), stepping.gap_beside_s(rank)
+        if own_s is None or other_s is None:
             return None
-        return max(FLOOR_S, STEPS * own_s, STEPS * others_s)
+        return max(FLOOR_S, STEPS * own_s, STEPS * other_s)
 
     def _gap_s(self, rank: RankId) -> float | None:
         """Return the longest gap that a rank had lately; None if its pace is not known."""
@@ -398,7 +398,7 @@ class RankProgress:
         )
         return Stepping(nsmallest(2, gaps))
 
-    def standing_still(self, now_s: float, allowance_s: Callable[[RankId], float]) -> list[RankId]:
+    def stalled(self, now_s: float, allowance_s: Callable[[RankId], float]) -> list[RankId]:
         """Return the ranks that stand still, those of the longest silence first.
 
         Args:

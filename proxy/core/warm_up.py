@@ -103,7 +103,7 @@ class WarmUp:
         """
         if isinstance(event, _PROOFS):
             # The start of an answer that is not streamed is inferred from the time, which proves nothing.
-            inferred = isinstance(event, DecodeStarted) and not event.heard
+            inferred = isinstance(event, DecodeStarted) and not event.first_token
             if not inferred and event.request not in self._just_sent:
                 self._proved(event.request, full)
         elif isinstance(event, _LOSSES) and event.request not in self._just_sent:

@@ -120,20 +120,20 @@ def test_small_blocks_of_token_ids_are_known_by_every_so_many() -> None:
 
 
 def test_what_ranks_tell_themselves_is_believed() -> None:
-    told = EngineBlocks(16)
-    memory = RankMemory(told=told)
+    engine_blocks = EngineBlocks(16)
+    memory = RankMemory(engine_blocks=engine_blocks)
     assert memory.kept(Ticket(9)) == {}
     hashes = token_hashes(np.arange(1_000), 16)
     ticket = Ticket(1_000, blocks=hashes, block_tokens=16, token_blocks=True)
     for rank in (RANK0, RANK1, RANK2):
         memory.add(ticket, rank)
-    told.begin(RANK0, Knowledge.ALL)
-    told.begin(RANK1, Knowledge.SOME)
-    told.stored(RANK0, list(range(1, 41)), None, list(range(640)))
+    engine_blocks.begin(RANK0, Knowledge.ALL)
+    engine_blocks.begin(RANK1, Knowledge.SOME)
+    engine_blocks.stored(RANK0, list(range(1, 41)), None, list(range(640)))
     assert memory.kept(ticket) == {RANK0: 640, RANK1: 768, RANK2: 768}
-    told.removed(RANK0, list(range(11, 41)))
+    engine_blocks.removed(RANK0, list(range(11, 41)))
     assert memory.kept(ticket)[RANK0] == 160
-    told.cleared(RANK0)
+    engine_blocks.cleared(RANK0)
     assert memory.kept(ticket) == {RANK1: 768, RANK2: 768}
     # Of a text whose tokens nobody told nothing else is known.
     memory.add(ticket_of([1, 1]), RANK0)
@@ -141,25 +141,27 @@ def test_what_ranks_tell_themselves_is_believed() -> None:
 
 
 def test_of_a_text_ranks_tell_as_far_as_its_tokens_are_known() -> None:
-    told = EngineBlocks(16)
-    memory = RankMemory(told=told)
+    engine_blocks = EngineBlocks(16)
+    memory = RankMemory(engine_blocks=engine_blocks)
     text = tuple(range(1, 11))
     ticket = Ticket(1_000, blocks=text, block_tokens=100)
     for rank in (RANK0, RANK1):
         memory.add(ticket, rank)
-        told.begin(rank, Knowledge.ALL)
-    told.texts.sent(text[:8])
-    told.stored(RANK0, list(range(1, 51)), None, list(range(800)), name=named(text[:8], 8.0))
+        engine_blocks.begin(rank, Knowledge.ALL)
+    engine_blocks.texts.sent(text[:8])
+    engine_blocks.stored(
+        RANK0, list(range(1, 51)), None, list(range(800)), name=named(text[:8], 8.0)
+    )
     # All that was told is on the first rank, where more may be, and nothing of it on the other one.
     assert memory.kept(ticket) == {RANK0: 999}
-    told.removed(RANK0, [50])
+    engine_blocks.removed(RANK0, [50])
     assert memory.kept(ticket) == {RANK0: 49 * 16}
 
 
 def test_ranks_tell_of_texts_whose_tokens_a_prefiller_told() -> None:
     prefillers = EngineBlocks(16)
-    told = EngineBlocks(16, texts=prefillers.texts)
-    memory = RankMemory(told=told)
+    engine_blocks = EngineBlocks(16, texts=prefillers.texts)
+    memory = RankMemory(engine_blocks=engine_blocks)
     texts = tuple(range(11, 19))
     ticket = Ticket(1_000, blocks=texts, block_tokens=120)
     memory.add(ticket, RANK0)
@@ -168,11 +170,11 @@ def test_ranks_tell_of_texts_whose_tokens_a_prefiller_told() -> None:
     prefillers.begin(0, Knowledge.ALL)
     prefillers.stored(0, list(range(1, 63)), None, tokens[:992], name=named(texts, 8.3))
     for rank, blocks in ((RANK0, 62), (RANK1, 20)):
-        told.begin(rank, Knowledge.ALL)
-        told.stored(rank, list(range(501, 501 + blocks)), None, tokens[: 16 * blocks])
+        engine_blocks.begin(rank, Knowledge.ALL)
+        engine_blocks.stored(rank, list(range(501, 501 + blocks)), None, tokens[: 16 * blocks])
     # Behind what is known of the text the estimate holds where all of that is there.
     assert memory.kept(ticket) == {RANK0: 960, RANK1: 320}
-    told.removed(RANK0, list(range(505, 563)))
+    engine_blocks.removed(RANK0, list(range(505, 563)))
     assert memory.kept(ticket) == {RANK0: 64, RANK1: 320}
 
 

@@ -58,7 +58,7 @@ class Fleet:
             still = 0 if moved or rank in self.unread else 1
             seen.append(Sighting(rank, moved, still, last - before if moved and before else 0.0))
         self.watch.look(self.now_s, elapsed_s, seen)
-        return self.watch.standing_still(self.now_s, nothing)
+        return self.watch.stalled(self.now_s, nothing)
 
     def looks(self, count: int) -> list[RankId]:
         """Look so often; return who ever stood still."""
@@ -83,7 +83,7 @@ def test_a_rank_that_stops_is_found_within_three_seconds(step_s: float) -> None:
     fleet = warm(step_s, step_s, step_s)
     fleet.gaps_s[R1] = None
     assert fleet.until_still() <= 3.0
-    assert fleet.watch.standing_still(fleet.now_s, nothing) == [R1]
+    assert fleet.watch.stalled(fleet.now_s, nothing) == [R1]
 
 
 @pytest.mark.parametrize("step_s", [1.0, 2.0, 5.0])
@@ -170,7 +170,7 @@ def test_nobody_is_judged_by_what_was_seen_long_ago() -> None:
     fleet = warm(0.05, 0.05)
     fleet.gaps_s[R1] = None
     fleet.until_still()
-    assert fleet.watch.standing_still(fleet.now_s + 10.0, nothing) == []
+    assert fleet.watch.stalled(fleet.now_s + 10.0, nothing) == []
 
 
 def test_a_rank_may_take_longer_for_what_it_computes() -> None:
@@ -178,9 +178,9 @@ def test_a_rank_may_take_longer_for_what_it_computes() -> None:
     fleet.gaps_s[R1] = None
     while fleet.watch.silent_s(R1) < FLOOR_S + 3.0 - LOOK_S:
         fleet.look()
-        assert not fleet.watch.standing_still(fleet.now_s, lambda _: 3.0)
+        assert not fleet.watch.stalled(fleet.now_s, lambda _: 3.0)
     fleet.look()
-    assert fleet.watch.standing_still(fleet.now_s, lambda _: 3.0) == [R1]
+    assert fleet.watch.stalled(fleet.now_s, lambda _: 3.0) == [R1]
 
 
 def test_an_excuse_begins_anew_for_all_and_a_return_for_one() -> None:
@@ -244,7 +244,7 @@ def test_whoever_stops_for_good_is_found_within_the_bound(
     fleet.gaps_s[which] = None
     others = [gap_s for rank, gap_s in enumerate(gaps) if rank != which]
     assert fleet.until_still() <= 3.0 + 6 * max(gaps[which], min(others))
-    assert fleet.watch.standing_still(fleet.now_s, nothing) == [which]
+    assert fleet.watch.stalled(fleet.now_s, nothing) == [which]
 
 
 # How fast ranks are, learned from the times of steps that a fleet takes together.

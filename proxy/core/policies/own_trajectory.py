@@ -262,8 +262,8 @@ class _Round:
         self._levels = loads @ WEIGHTS
         self._believed = share * loads + (1.0 - share) * slots[:, None] * self._mean
         self._full = ranks + fleet.free_slots[:, None] * self._mean
-        if fleet.others_kv_tokens is not None:
-            self._full += fleet.others_kv_tokens[:, None]
+        if fleet.foreign_kv_tokens is not None:
+            self._full += fleet.foreign_kv_tokens[:, None]
         self._full_levels = self._full @ WEIGHTS
         is_open = fleet.is_open
         self._all_speeds = float(self._speeds[is_open].sum())
@@ -303,9 +303,9 @@ class _Round:
         cost = deviation**2 @ WEIGHTS / self._scale - _CREDIT * late
         if self._held_back:
             waits = [entries[place].ticket.tenant in self._held_back for place in places]
-            others = np.where(waits, np.inf, cost)
-            if others.min() <= cost.min() + _SHARE_PRICE:
-                cost = others
+            preferred = np.where(waits, np.inf, cost)
+            if preferred.min() <= cost.min() + _SHARE_PRICE:
+                cost = preferred
         # On a tie the oldest.
         return entries[places[_first_of_least(cost)]]
 

@@ -246,9 +246,9 @@ class _Choice:
         best = self._score(free.total) + self._worth_of(free.indices)
         indices = free.indices
         for place, credit in self._forced(scores):
-            value, others = self._with(place, credit)
+            value, added = self._with(place, credit)
             if value > 0.0 and value > best:
-                best, indices = value, (place, *others)
+                best, indices = value, (place, *added)
         return [self._candidates[index] for index in indices]
 
     def _forced(self, scores: NDArray[np.float64]) -> list[tuple[int, float]]:
@@ -273,9 +273,9 @@ class _Choice:
             lambda total: score(first + total) - alone,
             max_total=self._room - first,
         )
-        others = tuple(index + (index >= place) for index in rest.indices)
-        worth = self._worth_of((place, *others))
-        return score(first + rest.total) + credit + worth, others
+        indices = tuple(index + (index >= place) for index in rest.indices)
+        worth = self._worth_of((place, *indices))
+        return score(first + rest.total) + credit + worth, indices
 
     def _worth_of(self, indices: tuple[int, ...]) -> float:
         return 0.0 if self._worth is None else float(self._worth[list(indices)].sum())
@@ -379,10 +379,10 @@ class _Scarce:
             not work.fleet.bound[rank] or _tolerable(work, entry, view.overflow(place))
         ):
             return [entry]
-        others = view.free_of_others()
+        free = view.unreserved()
         # The smallest, so that the departures make room.
-        smallest = int(np.where(others, candidates.sizes, np.inf).argmin())
-        return [entries[smallest]] if others[smallest] else []
+        smallest = int(np.where(free, candidates.sizes, np.inf).argmin())
+        return [entries[smallest]] if free[smallest] else []
 
     def _reserve(self, rank: int, view: "_View") -> bool:
         """Reserve `rank` for the latest candidate that may; return whether there is one."""
@@ -486,7 +486,7 @@ class _View:
         """Return bool[n], which still wait and fit."""
         return np.asarray(self.candidates.sizes <= self.room)
 
-    def free_of_others(self) -> "NDArray[np.bool_]":
+    def unreserved(self) -> "NDArray[np.bool_]":
         """Return bool[n], which of those have no rank reserved."""
         return np.asarray(self.fits() > self.reserved)
 
@@ -497,8 +497,8 @@ class _View:
             return free
         scores = np.where(free, self.scores, -np.inf)
         price = _SHARE_PRICE * work.settings.weights.penalty * work.pool.mean_prompt_tokens
-        others = (scores >= scores.max() - price) & (free > waits)
-        return others if np.count_nonzero(others) else free
+        preferred = (scores >= scores.max() - price) & (free > waits)
+        return preferred if np.count_nonzero(preferred) else free
 
     def best(self, work: Round, rank: int) -> "list[PoolEntry]":
         """Return the best choice of what has no other rank to itself, or fills this one as well.
@@ -514,9 +514,9 @@ class _View:
 
 def _tolerable(work: Round, entry: "PoolEntry", overflow: float) -> bool:
     """Return whether it costs no more to admit `entry` now than to make more room."""
-    others = len(work.fleet.loads) - 1
+    peers = len(work.fleet.loads) - 1
     credit = work.credit_each * entry.overtaken / float(work.settings.weights.steps.sum())
-    return others * _lasting_tokens(work, entry, overflow) <= entry.kv_tokens - overflow + credit
+    return peers * _lasting_tokens(work, entry, overflow) <= entry.kv_tokens - overflow + credit
 
 
 def _lasting_tokens(work: Round, entry: "PoolEntry", overflow: float) -> float:

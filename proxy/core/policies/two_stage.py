@@ -379,10 +379,10 @@ class _Asked:
 
 def _loads_ahead(projection: Projection, fleet: Fleet) -> NDArray[np.float64]:
     """Return float64[G, H + 1], the projected loads; of what others have nothing is known ahead."""
-    others = fleet.others_kv_tokens
-    if others is None:
+    foreign = fleet.foreign_kv_tokens
+    if foreign is None:
         return projection.loads_ahead(fleet.loads)
-    return np.asarray(projection.loads_ahead(fleet.loads - others) + others[:, None])
+    return np.asarray(projection.loads_ahead(fleet.loads - foreign) + foreign[:, None])
 
 
 # Below saturation: a large newcomer waits a moment if it would overflow every rank.

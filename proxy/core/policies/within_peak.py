@@ -281,8 +281,8 @@ class WithinPeak:
         if free.any():
             entries = pool.first(_WINDOW + fleet.free)
             room = self._room.of_ranks(free, entries, pool)
-            if fleet.others_kv_tokens is not None:
-                room = room - fleet.others_kv_tokens
+            if fleet.foreign_kv_tokens is not None:
+                room = room - fleet.foreign_kv_tokens
             fleet.free_kv_tokens = np.minimum(fleet.free_kv_tokens, room)
             fleet.room_after = self._room.admit
         return self._rule.dispatch(fleet, pool, now_ns)

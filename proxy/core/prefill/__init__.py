@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-def _others() -> ModuleType:
+def _load() -> ModuleType:
     """Return the module of the choices that are not the default: whoever makes one loads it."""
     from balanceroute.proxy.core.prefill import choices  # noqa: PLC0415
 
@@ -55,7 +55,7 @@ def _others() -> ModuleType:
 
 
 def _scored(name: str, inputs: PrefillInputs) -> PrefillChoice:
-    choice: PrefillChoice = _others().Scored(name, inputs)
+    choice: PrefillChoice = _load().Scored(name, inputs)
     return choice
 
 
@@ -65,15 +65,15 @@ USING_LOADS = frozenset(_SCORED)
 
 PREFILL_CHOICES: dict[str, Callable[[PrefillInputs], PrefillChoice]] = {
     "fewest-tokens": lambda _: FewestTokens(),
-    "least-conn": lambda _: _others().LeastConn(),
-    "round-robin": lambda _: _others().PrefillRoundRobin(),
-    "random": lambda inputs: _others().RandomOne(inputs.rng),
-    "power-of-two": lambda inputs: _others().PrefillPowerOfTwo(inputs.rng),
+    "least-conn": lambda _: _load().LeastConn(),
+    "round-robin": lambda _: _load().PrefillRoundRobin(),
+    "random": lambda inputs: _load().RandomOne(inputs.rng),
+    "power-of-two": lambda inputs: _load().PrefillPowerOfTwo(inputs.rng),
     **{name: partial(_scored, name) for name in _SCORED},
-    "prefix-aware": lambda inputs: _others().PrefixAware(inputs.index_blocks, inputs.engine_blocks),
-    "sticky": lambda _: _others().Sticky(),
-    "cache-aware": lambda inputs: _others().CacheAware(inputs.index_blocks),
-    "lmetric": lambda inputs: _others().LMetric(inputs.index_blocks),
+    "prefix-aware": lambda inputs: _load().PrefixAware(inputs.index_blocks, inputs.engine_blocks),
+    "sticky": lambda _: _load().Sticky(),
+    "cache-aware": lambda inputs: _load().CacheAware(inputs.index_blocks),
+    "lmetric": lambda inputs: _load().LMetric(inputs.index_blocks),
 }
 
 # The choices that use the blocks of prompts.

@@ -274,7 +274,7 @@ class TextPrompts:
                 return prompt.tokens[: int(len(prompt.tokens) * min(1.0, blocks * prompt.share))]
         return array("Q")
 
-    def told(
+    def add_blocks(
         self, name: str, before: int, tokens: Iterable[int], ancestors: Callable[[], "array[int]"]
     ) -> None:
         """Note that an engine has stored consecutive blocks of a prompt.
@@ -466,7 +466,7 @@ class EngineBlocks:
             own = cache.put(hashes, start, chain(ids, self.block_tokens, start, extras))
         if name:
             start &= HASH_MASK
-            self.texts.told(name, start, own, lambda: cache.up_to(start))
+            self.texts.add_blocks(name, start, own, lambda: cache.up_to(start))
 
     def removed(self, engine: int, hashes: Sequence[int]) -> None:
         """Note that an engine has dropped blocks; unknown ones are fine."""

@@ -173,7 +173,7 @@ class ProgressVeto:
         if self._scheduler.intake.held:
             self._ranks.excuse()  # An administrator has the engines wait.
             return
-        still = self._ranks.standing_still(self._clock(), self._allowance_s) if self._active else []
+        still = self._ranks.stalled(self._clock(), self._allowance_s) if self._active else []
         for number in still:
             rank = self._instances.ranks[number]
             if not rank.still and rank.status in _WATCHED and not rank.asleep:

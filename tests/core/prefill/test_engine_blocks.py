@@ -456,16 +456,16 @@ def test_what_is_told_is_the_truth_of_every_engine(seed: int) -> None:
 )
 def test_other_names_say_nothing(name: str) -> None:
     texts = TextPrompts()
-    texts.told(name, 0, [1, 2, 3], lambda: array("Q"))
+    texts.add_blocks(name, 0, [1, 2, 3], lambda: array("Q"))
     assert not texts.tokens((1,))
-    texts.told("br-1-1-40", 0, [1, 2, 3], lambda: array("Q"))
+    texts.add_blocks("br-1-1-40", 0, [1, 2, 3], lambda: array("Q"))
     assert list(texts.tokens((1,))) == [1, 2, 3]
 
 
 def test_a_name_that_lies_of_its_length_changes_no_more_than_the_expectation() -> None:
     texts = TextPrompts()
     texts.sent((5, 6, 7))
-    texts.told("br-7-200-8000", 0, range(1, 90), lambda: array("Q"))
+    texts.add_blocks("br-7-200-8000", 0, range(1, 90), lambda: array("Q"))
     for known in ((5,), (5, 6), (5, 6, 7)):
         assert list(texts.tokens(known)) == list(range(1, 90))[: len(texts.tokens(known))]
 
@@ -477,13 +477,13 @@ def test_no_more_is_remembered_than_fits() -> None:
         blocks = tuple(number << 20 | block for block in range(1, 6))
         texts.sent(blocks)
         name = named(blocks, 5.5)
-        texts.told(name, 0, [number << 20 | one for one in range(1, 101)], lambda: array("Q"))
+        texts.add_blocks(name, 0, [number << 20 | one for one in range(1, 101)], lambda: array("Q"))
     held = sum(prompt.weight for prompt in texts._prompts.values())
     assert held == texts._weight <= 5_000
     assert len(texts._beginnings) == 5 * len(texts._prompts)
     assert len(texts.tokens(blocks)) == 90
     # One larger than all of it is not kept either.
-    texts.told("br-1-1-40", 0, range(1, 6_000), lambda: array("Q"))
+    texts.add_blocks("br-1-1-40", 0, range(1, 6_000), lambda: array("Q"))
     assert not texts._prompts
     assert not texts._beginnings
     assert texts._weight == 0

@@ -116,8 +116,8 @@ def test_what_ranks_keep_is_what_they_tell(texts: bool) -> None:
         await asyncio.sleep(2.0)
         memory = site.world.scheduler.intake.memory
         assert memory is not None
-        told = memory._told
-        assert told is not None
+        engine_blocks = memory._engine_blocks
+        assert engine_blocks is not None
         body = {"model": "tiny", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 2}
         if not texts:
             body = {"model": "tiny", "prompt": IDS, "max_tokens": 2}
@@ -130,7 +130,7 @@ def test_what_ranks_keep_is_what_they_tell(texts: bool) -> None:
             ticket = prompt_blocks(Api.COMPLETIONS, ids, 16).of(Ticket(tokens))
         (decode,) = site.received("decode", path)
         rank = int(decode.request.header(b"x-data-parallel-rank") or b"")
-        await site.until(lambda: told.blocks(rank) > 50)
+        await site.until(lambda: engine_blocks.blocks(rank) > 50)
         state = (await site.state())["ranks"]
         assert [one["cached_blocks"] > 50 for one in state] == [one == rank for one in range(2)]
         kept = memory.kept(ticket)
@@ -140,17 +140,17 @@ def test_what_ranks_keep_is_what_they_tell(texts: bool) -> None:
         header = [(b"x-data-parallel-rank", b"%d" % (1 - rank))]
         port = site.fleet.engine("decode/0").port
         assert (await site.send(path, body, headers=header, port=port).end()).status == 200
-        await site.until(lambda: told.blocks(1 - rank) > 50)
+        await site.until(lambda: engine_blocks.blocks(1 - rank) > 50)
         assert memory.kept(ticket)[RankId(1 - rank)] > 0.6 * tokens
         # And the engine begins anew: what was sent there is gone.
         site.fleet.engine("decode/0").kill()
         await site.fleet.restore(site.fleet.engines.index(site.fleet.engine("decode/0")))
-        await site.until(lambda: told.blocks(rank) == told.blocks(1 - rank) == 0)
+        await site.until(lambda: engine_blocks.blocks(rank) == engine_blocks.blocks(1 - rank) == 0)
         header = [(b"x-data-parallel-rank", b"%d" % rank)]
         other = {"model": "tiny", "prompt": IDS[100:200], "max_tokens": 2}
         sent = site.send(COMPLETIONS, other, headers=header, port=port)
         assert (await sent.end()).status == 200
-        await site.until(lambda: told.knowledge(rank) is Knowledge.ALL)
+        await site.until(lambda: engine_blocks.knowledge(rank) is Knowledge.ALL)
         assert memory.kept(ticket).get(RankId(rank), 0) == 0
 
     flags = FLAGS | {
@@ -167,19 +167,23 @@ def test_a_rank_that_comes_back_is_followed_again() -> None:
         await asyncio.sleep(2.0)
         memory = site.world.scheduler.intake.memory
         assert memory is not None
-        told = memory._told
-        assert told is not None
+        engine_blocks = memory._engine_blocks
+        assert engine_blocks is not None
         url = site.fleet.engine("decode/0").url
         body = {"model": "tiny", "prompt": IDS, "max_tokens": 2}
         for _ in range(2):
             assert (await site.post(COMPLETIONS, body)).status == 200
-            await site.until(lambda: max(map(told.blocks, told.engines), default=0) > 50)
+            await site.until(
+                lambda: max(map(engine_blocks.blocks, engine_blocks.engines), default=0) > 50
+            )
             order = {"role": "decode", "url": url}
             assert (await site.admin("/admin/instances/remove", order, method="POST")).status == 200
-            await site.until(lambda: told.engines == [])
+            await site.until(lambda: engine_blocks.engines == [])
             added = await site.admin("/admin/instances", order | {"ranks": 2}, method="POST")
             assert added.status == 200, added.body
-            await site.until(lambda: max(map(told.blocks, told.engines), default=0) > 50)
+            await site.until(
+                lambda: max(map(engine_blocks.blocks, engine_blocks.engines), default=0) > 50
+            )
             await asyncio.sleep(5.0)
 
     flags = FLAGS | {"prefix_affinity": 1.0, "policy": "br-0", "rank_kv_events_port": RANK_PORT}

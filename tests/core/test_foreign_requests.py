@@ -13,20 +13,22 @@ from balanceroute.proxy.core.ranks import Ledger, Ranks, own_limit
 BATCH = 64
 
 
-def shares(own: int, others: int, *, readings: int = 40) -> Iterator[tuple[int, int]]:
+def shares(own: int, foreign: int, *, readings: int = 40) -> Iterator[tuple[int, int]]:
     """Yield what two saturated proxies have, a quarter of whose requests end between two readings."""
     for _ in range(readings):
-        limits = own_limit(BATCH, others, own), own_limit(BATCH, own, others)
+        limits = own_limit(BATCH, foreign, own), own_limit(BATCH, own, foreign)
         own = max(own - own // 4, min(own, limits[0])) if limits[0] < own else limits[0]
-        others = (
-            max(others - others // 4, min(others, limits[1])) if limits[1] < others else limits[1]
+        foreign = (
+            max(foreign - foreign // 4, min(foreign, limits[1]))
+            if limits[1] < foreign
+            else limits[1]
         )
-        yield own, others
+        yield own, foreign
 
 
-@pytest.mark.parametrize(("own", "others"), [(64, 1), (63, 1), (40, 8), (10, 10), (1, 63)])
-def test_two_end_with_half_each_and_never_have_more_than_the_batch(own: int, others: int) -> None:
-    seen = list(shares(own, others))
+@pytest.mark.parametrize(("own", "foreign"), [(64, 1), (63, 1), (40, 8), (10, 10), (1, 63)])
+def test_two_end_with_half_each_and_never_have_more_than_the_batch(own: int, foreign: int) -> None:
+    seen = list(shares(own, foreign))
     assert max(map(sum, seen)) <= BATCH + 1
     assert seen[-1] == (BATCH // 2, BATCH // 2)
 
@@ -39,9 +41,9 @@ def test_two_that_both_filled_a_rank_give_half_of_it_back() -> None:
 
 @pytest.mark.parametrize("batch", range(1, 20))
 def test_one_slot_is_always_its_own(batch: int) -> None:
-    for others in range(1, 3 * batch):
+    for foreign in range(1, 3 * batch):
         for own in range(3 * batch):
-            assert 1 <= own_limit(batch, others, own) <= batch
+            assert 1 <= own_limit(batch, foreign, own) <= batch
 
 
 def test_what_others_have_counts_until_it_is_gone() -> None:
@@ -49,7 +51,7 @@ def test_what_others_have_counts_until_it_is_gone() -> None:
     ledger, ranks = Ledger(2), Ranks(config)
     ledger.bind(RequestId(0), RankId(1), 100)
     before = ranks.fleet(ledger, config, 0)
-    assert before.others_kv_tokens is None
+    assert before.foreign_kv_tokens is None
     ranks.shared(ForeignLoad(RankId(1), 4, 300), ledger, config)
     fleet = ranks.fleet(ledger, config, 0)
     assert fleet.loads.tolist() == [0, 400]
@@ -82,7 +84,7 @@ def test_who_leads_takes_what_is_free_and_no_more() -> None:
     config = SchedulerConfig(2, 9, rank_batch_limits=(9, 4), leads=True)
     ledger, ranks = Ledger(2), Ranks(config)
     ledger.bind(RequestId(0), RankId(0), 100)
-    for others, free in ((2, [6, 2]), (4, [4, 0]), (9, [0, 0]), (20, [0, 0]), (0, [8, 4])):
+    for foreign, free in ((2, [6, 2]), (4, [4, 0]), (9, [0, 0]), (20, [0, 0]), (0, [8, 4])):
         for rank in (0, 1):
-            ranks.shared(ForeignLoad(RankId(rank), others, 0), ledger, config)
+            ranks.shared(ForeignLoad(RankId(rank), foreign, 0), ledger, config)
         assert ranks.free_slots(ledger, 0).tolist() == free
