@@ -21,7 +21,7 @@ from balanceroute.proxy.wire.http1.service import Service
 from balanceroute.proxy.wire.http3.server import Http3ServerConnection, Priorities
 from balanceroute.proxy.wire.messages import Headers
 from balanceroute.proxy.wire.quic.endpoint import QuicEndpoint
-from balanceroute.proxy.wire.quic.stream_orders import StreamStanding
+from balanceroute.proxy.wire.quic.stream_orders import StreamPriority
 
 if TYPE_CHECKING:
     import asyncio
@@ -134,14 +134,14 @@ def _place(host: str, port: int) -> dict[str, Any]:
     return {"sock": one}
 
 
-def priority_of(headers: Headers, now_s: float) -> StreamStanding:
+def priority_of(headers: Headers, now_s: float) -> StreamPriority:
     """Return how a request's answer is to be sent, by its own word; what cannot be read is ignored."""
 
     def due_s(name: bytes) -> float:
         ms = deadline_ms(headers, name)
         return inf if ms is None else now_s + ms / 1_000
 
-    return StreamStanding(_level(headers), due_s(ANSWER_DUE), due_s(FIRST_TOKEN_DUE))
+    return StreamPriority(_level(headers), due_s(ANSWER_DUE), due_s(FIRST_TOKEN_DUE))
 
 
 def _level(headers: Headers) -> int:

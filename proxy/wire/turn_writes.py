@@ -194,10 +194,10 @@ def held_by_kernel(connected: socket.socket | None) -> int:
     if connected is None or sys.platform != "linux" or connected.fileno() < 0:
         return 0
     try:
-        told = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(_COUNT.size))
+        found = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(_COUNT.size))
     except OSError:
         return 0
-    count: int = _COUNT.unpack(told)[0]
+    count: int = _COUNT.unpack(found)[0]
     return count
 
 

@@ -185,7 +185,7 @@ async def over_http3(loop: VirtualLoop, order: str, play: Play) -> list[float]:
     listener = Http3Listener(settings, cert, play.folder / "key.pem")
     await listener.start(server.service, server.addresses)
     endpoint = Http3Endpoint(
-        "localhost", server.port, trust=Trust(str(cert)), order=order, standing=priority_of
+        "localhost", server.port, trust=Trust(str(cert)), order=order, priority=priority_of
     )
     first, sent = Exchange(0, loop), list[Exchange]()
     endpoint.request(b"POST", b"/", [], b"", first)  # Opens the connection.

@@ -46,7 +46,7 @@ TRANSCRIPTS = Path(__file__).parents[1] / "live" / "transcripts"
 
 class _Parsed(Structure):
     _fields_ = (
-        *((name, c_uint32) for name in ("reason", "events", "untold", "tokens")),
+        *((name, c_uint32) for name in ("reason", "events", "uncounted", "tokens")),
         ("client", _Bytes),
     )
 
@@ -240,8 +240,8 @@ class Lender(Receiver):
         parsed = _Parsed()
         assert not self._library.br_parser_feed(self._parser, data, len(data), byref(parsed))
         self.events += parsed.events
-        events, untold = self._passed.events + parsed.events, self._passed.untold + parsed.untold
-        self._passed = Passed(events, parsed.tokens, untold)
+        events, counts = self._passed.events + parsed.events, self._passed.uncounted
+        self._passed = Passed(events, parsed.tokens, counts + parsed.uncounted)
         self._write(parsed.client.copied())
         if parsed.reason or self._rng.random() < 0.02:
             self.reasons[parsed.reason] += 1

@@ -203,7 +203,7 @@ class CompletionStream(StreamReader):
         if self._counts is None:
             super().take_passed(passed)
         else:
-            self._counts.take_passed(passed.tokens, uncounted=passed.untold > 0)
+            self._counts.take_passed(passed.tokens, uncounted=passed.uncounted > 0)
         if self._transcript is not None:
             self._transcript.take_passed(passed.texts, passed.last)
         if self._ids is not None:

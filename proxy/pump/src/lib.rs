@@ -88,7 +88,7 @@ pub struct BrReturned {
 pub struct BrParsed {
     pub reason: u32,
     pub events: u32,
-    pub untold: u32,
+    pub uncounted: u32,
     pub tokens: u32,
     pub client: BrBytes,
 }
@@ -347,7 +347,7 @@ pub unsafe extern "C" fn br_parser_feed(
         let told = BrParsed {
             reason: fed.reason.map_or(0, |reason| reason as u32),
             events: fed.events,
-            untold: fed.untold,
+            uncounted: fed.uncounted,
             tokens: one.parser.tokens(),
             client: BrBytes::of(&one.out),
         };

@@ -102,7 +102,7 @@ pub struct Fed {
     /// Events that were taken.
     pub events: u32,
     /// Of them, those that were counted as one token for want of the engine's count.
-    pub untold: u32,
+    pub uncounted: u32,
 }
 
 /// Room that one parser after the other works in.
@@ -304,7 +304,7 @@ impl Parser {
         match count {
             Count::Told(told) => self.tokens.max(told.unwrap_or(0)),
             Count::Untold => {
-                fed.untold += u32::from(self.settings.counted);
+                fed.uncounted += u32::from(self.settings.counted);
                 self.tokens.saturating_add(1)
             }
         }

@@ -22,7 +22,7 @@ pub struct Slot {
     pub flags: AtomicU32,
     pub drained_ns: AtomicU64,
     pub resumed_ns: AtomicU64,
-    pub untold: AtomicU32,
+    pub uncounted: AtomicU32,
     pub generation: AtomicU32,
 }
 
@@ -34,7 +34,7 @@ impl Slot {
         self.last_ns.store(last_ns, Relaxed);
         self.gap_max_ns.store(gap_max_ns, Relaxed);
         self.generation.store(generation, Relaxed);
-        for zero in [&self.events, &self.waiting, &self.flags, &self.untold] {
+        for zero in [&self.events, &self.waiting, &self.flags, &self.uncounted] {
             zero.store(0, Relaxed);
         }
         for zero in [&self.written, &self.drained_ns, &self.resumed_ns] {

@@ -107,7 +107,7 @@ impl Stream {
         self.last_ns = now_ns;
         slot.tokens.store(self.parser.tokens(), Relaxed);
         slot.events.fetch_add(fed.events, Relaxed);
-        slot.untold.fetch_add(fed.untold, Relaxed);
+        slot.uncounted.fetch_add(fed.uncounted, Relaxed);
         slot.last_ns.store(now_ns, Relaxed);
         slot.gap_max_ns.fetch_max(gap_ns, Relaxed);
         gaps.observe(gap_ns);

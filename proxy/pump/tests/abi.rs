@@ -116,7 +116,7 @@ fn the_parser_is_fed_and_asked() {
     unsafe {
         let parser = br_parser_new(&stream(-1, -1, 0, flags));
         let nothing = BrBytes { data: null(), len: 0 };
-        let mut parsed = BrParsed { reason: 0, events: 0, untold: 0, tokens: 0, client: nothing };
+        let mut parsed = BrParsed { reason: 0, events: 0, uncounted: 0, tokens: 0, client: nothing };
         let mut client = Vec::new();
         let mut events = 0;
         for piece in all.chunks(50) {
@@ -124,7 +124,7 @@ fn the_parser_is_fed_and_asked() {
             events += parsed.events;
             client.extend(copied(&parsed.client));
         }
-        assert_eq!((events, parsed.untold, parsed.tokens), (2, 0, 5));
+        assert_eq!((events, parsed.uncounted, parsed.tokens), (2, 0, 5));
         assert_eq!(payload(&client).0, [token("a"), token("b")].concat());
         let mut end = returned();
         assert_eq!(br_parser_end(parser, &mut end), 0);

@@ -448,9 +448,9 @@ class Endpoint:
         share_s = (end_s - self._loop.time()) / len(addresses)
         for number, address in enumerate(addresses, start=1):
             # A host that is silent must not take the time of the others. The last one has what is left.
-            others = len(addresses) - number
+            left = len(addresses) - number
             try:
-                async with asyncio.timeout_at(end_s - share_s * others if others else None):
+                async with asyncio.timeout_at(end_s - share_s * left if left else None):
                     transport, connection = await self._loop.create_connection(
                         lambda: ClientConnection(self, self._max_head_bytes),
                         address,

@@ -64,7 +64,7 @@ _REASONS = {
 _PAUSED = _NEW = 1
 # Words of a slot: of 4 bytes, and of 8.
 _SLOT_BYTES = 64
-_TOKENS, _EVENTS, _WAITING, _FLAGS, _UNTOLD = 0, 1, 8, 9, 14
+_TOKENS, _EVENTS, _WAITING, _FLAGS, _UNCOUNTED = 0, 1, 8, 9, 14
 _LAST, _GAP, _WRITTEN, _RESUMED = 1, 2, 3, 6
 _BYTES_PER_EVENT = 8
 
@@ -121,7 +121,7 @@ class Passed(NamedTuple):
 
     events: int  # Their number.
     tokens: int  # Those of the stream so far, its earlier ones included.
-    untold: int  # Events that had no count of the engine's, though others have.
+    uncounted: int  # Events that had no count of the engine's, though others have.
     texts: bytes = b""  # The texts of the events, in the library's form.
     last: bytes = b""  # The last of the events that has any; empty for none.
     ids: bytes = b""  # Those that count, each with a comma before it.
@@ -251,7 +251,7 @@ class Pump:
         size = 8 * threads * (len(bounds) + 2)
         counted = np.frombuffer(_view(library.br_pump_gaps(made), size), np.uint64)
         self._gaps: NDArray[np.uint64] = counted.reshape(threads, -1)
-        self._told = self._gaps.sum(0)
+        self._reported = self._gaps.sum(0)
         self.streams = self.bodies = self._events = 0
         self.returns = dict.fromkeys(_REASONS.values(), 0)  # How often one came back, by reason.
         self._has_failed = False
@@ -270,8 +270,8 @@ class Pump:
     def new_gaps(self) -> tuple[list[int], float]:
         """Return the gaps between events since the last call: by bucket, and their sum in seconds."""
         counted = self._gaps.sum(0)
-        new = (counted - self._told).tolist()
-        self._told = counted
+        new = (counted - self._reported).tolist()
+        self._reported = counted
         return new[:-1], new[-1] / 1e9
 
     def lend(self, call: Call, reply: "Reply", stream: LentStream, form: EventForm) -> Lent | None:
@@ -349,7 +349,7 @@ class Pump:
         passed = Passed(
             words[at + _EVENTS],
             words[at + _TOKENS],
-            words[at + _UNTOLD],
+            words[at + _UNCOUNTED],
             returned.texts.copied(),
             returned.last.copied(),
             returned.ids.copied(),

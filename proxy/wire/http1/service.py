@@ -148,7 +148,7 @@ class ConnectionLimit:
         """Return whether one more needs the place of another one, if so many wait for one."""
         return self._most is not None and len(self._hosts) + waiting >= self._most
 
-    def take(self, newcomer: Evictable, host: str, others: Iterable[Evictable]) -> bool:
+    def take(self, newcomer: Evictable, host: str, connections: Iterable[Evictable]) -> bool:
         """Count a new connection; return whether it is served.
 
         Args:
@@ -162,7 +162,7 @@ class ConnectionLimit:
         if (
             self._most is not None
             and len(self._hosts) >= self._most
-            and not self._evict_for(host, self._most, others)
+            and not self._evict_for(host, self._most, connections)
         ):
             self._reject(newcomer, _FULL, "limit", host)
             return False
@@ -203,13 +203,13 @@ class ConnectionLimit:
             if one.evict():
                 self.evicted += 1
 
-    def _evict_for(self, host: str, most: int, others: Iterable[Evictable]) -> bool:
+    def _evict_for(self, host: str, most: int, connections: Iterable[Evictable]) -> bool:
         """Close a connection in favour of a newcomer of an address; return whether there was one."""
         now_s, count = self._clock(), len(self._hosts)
         if now_s >= self._look_at_s or count <= max(_FEW, self._taken * _WORTH_LOOKING):
             self._look_at_s = now_s + _LOOK_AGAIN_S
             self._taken = 0
-            self._search(most, others, now_s)
+            self._search(most, connections, now_s)
         within, beyond = self._within, self._beyond
         if not self._is_within(host):
             within = []
@@ -224,9 +224,9 @@ class ConnectionLimit:
     def _is_within(self, host: str) -> bool:
         return self._share is None or self._of_host.get(host, 0) <= self._share
 
-    def _search(self, most: int, others: Iterable[Evictable], now_s: float) -> None:
+    def _search(self, most: int, connections: Iterable[Evictable], now_s: float) -> None:
         found: defaultdict[tuple[Loss, str], list[tuple[float, Evictable]]] = defaultdict(list)
-        for other in others:
+        for other in connections:
             host = self._hosts.get(other)
             gives_way = None if host is None else other.gives_way(now_s)
             if host is not None and gives_way is not None:

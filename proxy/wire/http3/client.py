@@ -28,7 +28,7 @@ from balanceroute.proxy.wire.messages import (
     bracketed,
 )
 from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress, OrderedConnection
-from balanceroute.proxy.wire.quic.stream_orders import USUAL, StreamStanding
+from balanceroute.proxy.wire.quic.stream_orders import USUAL, StreamPriority
 from balanceroute.proxy.wire.streams import sent_fields
 
 # How far the server may be ahead, in one answer and in all.
@@ -87,7 +87,7 @@ class Http3Endpoint:
     Args:
         port: The server's UDP port.
         order: In which requests are sent; see `STREAM_ORDERS`.
-        standing: Returns the standing of a request by its headers and the present time.
+        priority: Returns the priority of a request by its headers and the present time.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Http3Endpoint:
         *,
         trust: Trust | None = None,
         order: str = "rr",
-        standing: Callable[[Headers, float], StreamStanding] = lambda headers, now_s: USUAL,
+        priority: Callable[[Headers, float], StreamPriority] = lambda headers, now_s: USUAL,
     ) -> None:
         address = f"{bracketed(host)}:{port}"
         self.name = f"https://{address}"
-        self.standing = standing
+        self.priority = priority
         self._host, self._port = host, port
         self._authority = address.encode()
         self._trust = trust or Trust()
@@ -238,9 +238,9 @@ class _Connection(asyncio.DatagramProtocol):
         number = call.number = self._quic.get_next_available_stream_id()
         self._calls[number] = call
         call.sent = True
-        standing = self._endpoint.standing(call.fields, self._loop.time())
+        priority = self._endpoint.priority(call.fields, self._loop.time())
         self._framing.send_headers(number, call.fields, end_stream=not call.body)
-        self._quic.stand(number, standing)
+        self._quic.prioritise(number, priority)
         if call.body:
             self._framing.send_data(number, call.body, end_stream=True)
             call.body = b""
@@ -353,7 +353,7 @@ class _Connection(asyncio.DatagramProtocol):
 
     def _forget(self, call: Http3Call) -> None:
         self._calls.pop(call.number, None)
-        self._quic.leave(call.number)
+        self._quic.drop_priority(call.number)
         self._leave_if_done()
 
     def _leave_if_done(self) -> None:

@@ -27,7 +27,7 @@ from balanceroute.proxy.wire.http1.service import Loss, Service, loss_of_head
 from balanceroute.proxy.wire.http3.framing import Framing, MalformedMessage
 from balanceroute.proxy.wire.messages import Headers, Rejection, bracketed
 from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress
-from balanceroute.proxy.wire.quic.stream_orders import StreamStanding
+from balanceroute.proxy.wire.quic.stream_orders import StreamPriority
 from balanceroute.proxy.wire.streams import LeakyBucket, ServerStream
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ControlFrames:
 
     def __init__(self) -> None:
         self._control: int | None = None
-        self._others: set[int] = set()
+        self._ignored: set[int] = set()
         # The first bytes of streams whose type is not known yet.
         self._begun: dict[int, bytes] = {}
         self._buffer = b""
@@ -71,9 +71,9 @@ class ControlFrames:
             ControlError: A frame is too long or malformed.
         """
         number, data = event.stream_id, event.data
-        if not stream_is_unidirectional(number) or number in self._others:
+        if not stream_is_unidirectional(number) or number in self._ignored:
             if event.end_stream:
-                self._others.discard(number)
+                self._ignored.discard(number)
             return []
         if number != self._control:
             data = self._begun.pop(number, b"") + data
@@ -84,13 +84,13 @@ class ControlFrames:
                 return []
             if kind[0] != StreamType.CONTROL or self._control is not None:
                 if not event.end_stream:
-                    self._others.add(number)
+                    self._ignored.add(number)
                 return []
             self._control, data = number, data[kind[1] :]
         return self._frames(data)
 
     def forget(self, number: int) -> None:
-        self._others.discard(number)
+        self._ignored.discard(number)
         self._begun.pop(number, None)
 
     def _frames(self, data: bytes) -> list[tuple[int, bytes]]:
@@ -206,8 +206,8 @@ class OrderCounts:
 
 @dataclass(frozen=True, slots=True)
 class Priorities:
-    # Returns the standing of a request by its headers and the present time.
-    standing: Callable[[Headers, float], StreamStanding]
+    # Returns the priority of a request by its headers and the present time.
+    priority: Callable[[Headers, float], StreamPriority]
     level: Callable[[bytes], int]  # Returns the level in the value of a Priority field.
     hard: bool = False  # A stream whose deadline passes before its answer has been sent is reset.
     counts: OrderCounts = field(default_factory=OrderCounts)
@@ -343,7 +343,7 @@ class Http3ServerConnection:
         if number // 4 >= self._quic.stream_limit:
             raise ControlError(ErrorCode.H3_ID_ERROR, "a PRIORITY_UPDATE is for no request")
         if number in self._streams:
-            self._quic.stand(number, self._quic.standing(number)._replace(level=level))
+            self._quic.prioritise(number, self._quic.priority(number)._replace(level=level))
         elif self._numbers.is_to_come(number):  # The request may be behind it.
             self._early_levels[number] = level
 
@@ -374,18 +374,18 @@ class Http3ServerConnection:
 
     def began(self, stream: ServerStream, head: RequestHead) -> None:
         number, now_s = stream.number, self.service.loop.time()
-        standing = self._priorities.standing(head.headers, now_s)
+        priority = self._priorities.priority(head.headers, now_s)
         level = self._early_levels.pop(number, None)
         if level is not None:
-            standing = standing._replace(level=level)
-        self._quic.stand(number, standing)
-        self._priorities.counts.began(standing.level)
-        if standing.deadline_s == inf:
+            priority = priority._replace(level=level)
+        self._quic.prioritise(number, priority)
+        self._priorities.counts.began(priority.level)
+        if priority.deadline_s == inf:
             return
-        self._due_s[number] = standing.deadline_s
+        self._due_s[number] = priority.deadline_s
         if self._priorities.hard:
             call_at = self.service.loop.call_at
-            self._timers[number] = call_at(standing.deadline_s, self._run_out, stream)
+            self._timers[number] = call_at(priority.deadline_s, self._run_out, stream)
 
     def send_head(self, stream_id: int, fields: Headers, *, end: bool) -> None:
         self._framing.send_headers(stream_id, fields, end_stream=end)
@@ -475,7 +475,7 @@ class Http3ServerConnection:
                 self._leave(ErrorCode.H3_NO_ERROR, "")
             return
         silent_s = self._quic.idle_timeout_s / _SILENT_SHARE
-        if now_s - self._carrier.heard_s >= silent_s:
+        if now_s - self._carrier.received_s >= silent_s:
             self._quic.send_ping(0)
         self.deadline_s = min(
             now_s + min(silent_s, self._check_s),
@@ -513,7 +513,7 @@ class Http3ServerConnection:
         timer = self._timers.pop(number, None)
         if timer is not None:
             timer.cancel()
-        self._quic.leave(number)
+        self._quic.drop_priority(number)
         self._framing.release(number)
         if not self._streams:
             self._idle_since_s = self.service.loop.time()

@@ -18,7 +18,7 @@ from aioquic.quic.packet_builder import QuicPacketBuilder
 from aioquic.quic.recovery import QuicPacketSpace
 from aioquic.quic.stream import QuicStream
 
-from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, USUAL, StreamStanding
+from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, USUAL, StreamPriority
 
 _UNIDIRECTIONAL_STREAMS = 16
 """HTTP/3 has three of each side; a peer may try others (RFC 9114, section 6.2.3)."""
@@ -61,7 +61,7 @@ class OrderedConnection(QuicConnection):
 
     def __init__(self, *, order: str, streams: int = 128, **options: Any) -> None:
         self._order = STREAM_ORDERS[order]
-        self._standings: dict[int, StreamStanding] = {}
+        self._priorities: dict[int, StreamPriority] = {}
         self._turns: dict[int, int] = {}
         self._next_turn = count()
         super().__init__(**options)
@@ -73,16 +73,16 @@ class OrderedConnection(QuicConnection):
 
     # The order.
 
-    def stand(self, stream_id: int, standing: StreamStanding) -> None:
-        """Send a stream by this standing from now on; see `leave`."""
-        self._standings[stream_id] = standing
+    def prioritise(self, stream_id: int, priority: StreamPriority) -> None:
+        """Send a stream by this priority until `drop_priority`."""
+        self._priorities[stream_id] = priority
         self._queue.changed = True
 
-    def leave(self, stream_id: int) -> None:
-        self._standings.pop(stream_id, None)
+    def drop_priority(self, stream_id: int) -> None:
+        self._priorities.pop(stream_id, None)
 
-    def standing(self, stream_id: int) -> StreamStanding:
-        return self._standings.get(stream_id, USUAL)
+    def priority(self, stream_id: int) -> StreamPriority:
+        return self._priorities.get(stream_id, USUAL)
 
     def key_of(self, stream: QuicStream) -> tuple[float, ...]:
         number = stream.stream_id
@@ -92,10 +92,10 @@ class OrderedConnection(QuicConnection):
         turn = self._turns.get(number)
         if turn is None:
             turn = self._turns[number] = next(self._next_turn)
-        standing = self._standings.get(number, USUAL)
-        if standing.begin_s < standing.deadline_s and not stream.sender.highest_offset:
-            standing = standing._replace(deadline_s=standing.begin_s)
-        return self._order(standing, number, turn)
+        priority = self._priorities.get(number, USUAL)
+        if priority.begin_s < priority.deadline_s and not stream.sender.highest_offset:
+            priority = priority._replace(deadline_s=priority.begin_s)
+        return self._order(priority, number, turn)
 
     # What waits.
 
@@ -245,7 +245,7 @@ class Carrier:
         self, quic: OrderedConnection, datagrams: Datagrams, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.quic = quic
-        self.heard_s = loop.time()  # When a datagram of the peer came last.
+        self.received_s = loop.time()  # When a datagram of the peer came last.
         self._datagrams = datagrams
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
@@ -254,9 +254,9 @@ class Carrier:
         self._stopped = False
 
     def receive(self, data: bytes, address: NetworkAddress) -> None:
-        self.heard_s = self._loop.time()
+        self.received_s = self._loop.time()
         try:
-            self.quic.receive_datagram(data, address, now=self.heard_s)
+            self.quic.receive_datagram(data, address, now=self.received_s)
         except Exception:
             # A datagram that the library stumbles over is no reason to harm other connections.
             _LOG.exception("a datagram could not be read")

@@ -10,47 +10,46 @@ from math import inf
 from typing import NamedTuple
 
 
-class StreamStanding(NamedTuple):
+class StreamPriority(NamedTuple):
     level: int = 0  # The higher goes first; 0 is the usual one.
     # When its last byte is due, in seconds of the connection's clock; inf for never.
     deadline_s: float = inf
-    # When its first byte is due, likewise. Until that was sent, it stands for the deadline if it is
-    # earlier.
+    # When its first byte is due, likewise. Until that byte is sent, the earlier of both is the deadline.
     begin_s: float = inf
 
 
-USUAL = StreamStanding()
-StreamOrder = Callable[[StreamStanding, int, int], tuple[float, ...]]
-"""Returns the key of a stream, by its standing, its number and its turn: the lowest is sent first.
+USUAL = StreamPriority()
+StreamOrder = Callable[[StreamPriority, int, int], tuple[float, ...]]
+"""Returns the key of a stream, by its priority, its number and its turn: the lowest is sent first.
 
 The numbers of a client's streams are in the order in which it opened them. A stream's turn grows with
 each packet that it had a part in.
 """
 
 
-def _round_robin(standing: StreamStanding, number: int, turn: int) -> tuple[float, ...]:
-    del standing, number
+def _round_robin(priority: StreamPriority, number: int, turn: int) -> tuple[float, ...]:
+    del priority, number
     return (turn,)
 
 
-def _first_come(standing: StreamStanding, number: int, turn: int) -> tuple[float, ...]:
-    del standing, turn
+def _first_come(priority: StreamPriority, number: int, turn: int) -> tuple[float, ...]:
+    del priority, turn
     return (number,)
 
 
-def _earliest_deadline(standing: StreamStanding, number: int, turn: int) -> tuple[float, ...]:
+def _earliest_deadline(priority: StreamPriority, number: int, turn: int) -> tuple[float, ...]:
     del turn
-    return (standing.deadline_s, number)
+    return (priority.deadline_s, number)
 
 
-def _absolute(standing: StreamStanding, number: int, turn: int) -> tuple[float, ...]:
+def _absolute(priority: StreamPriority, number: int, turn: int) -> tuple[float, ...]:
     del turn
-    return (-standing.level, number)
+    return (-priority.level, number)
 
 
-def _multilevel(standing: StreamStanding, number: int, turn: int) -> tuple[float, ...]:
-    if standing.level >= 1:
-        return (0, standing.deadline_s, number)
+def _multilevel(priority: StreamPriority, number: int, turn: int) -> tuple[float, ...]:
+    if priority.level >= 1:
+        return (0, priority.deadline_s, number)
     return (1, turn)
 
 

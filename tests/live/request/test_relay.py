@@ -480,8 +480,8 @@ def lending(**options: Any) -> Client:
     return client
 
 
-def passed(events: int, tokens: int, untold: int = 0) -> Passed:
-    return Passed(events, tokens, untold)
+def passed(events: int, tokens: int, uncounted: int = 0) -> Passed:
+    return Passed(events, tokens, uncounted)
 
 
 def test_a_stream_is_lent_once_its_engine_has_waited_a_few_times() -> None:
@@ -633,12 +633,12 @@ def test_named_events_are_taken_by_name() -> None:
 
 
 def test_counts_that_an_engine_left_out_meanwhile_are_not_told() -> None:
-    for untold in (0, 1):
+    for uncounted in (0, 1):
         kept = counts()
         client = Client(counts=kept).answer(OPENING, chunk("a", **usage(1)))
-        client.reader.take_passed(passed(4, 7, untold))
+        client.reader.take_passed(passed(4, 7, uncounted))
         assert client.tokens == 7
-        assert kept.reported == (None if untold else 7)
+        assert kept.told == (None if uncounted else 7)
         client.answer(chunk("b", **usage(9)))
         assert client.tokens == 9
 

@@ -63,7 +63,7 @@ def play(
         listener = Http3Listener(settings or Http3Settings(), cert, key)
         await listener.start(server.service, server.addresses)
         endpoint = Http3Endpoint(
-            "localhost", server.port, trust=Trust(str(cert)), standing=priority_of
+            "localhost", server.port, trust=Trust(str(cert)), priority=priority_of
         )
         await scenario(endpoint, server)
         endpoint.close()

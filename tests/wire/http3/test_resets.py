@@ -145,7 +145,7 @@ async def test_nothing_stays_of_what_is_given_up(
         await _settled(connection)
         assert not application.open
         assert not connection._timers
-        assert not connection._quic._standings
+        assert not connection._quic._priorities
         assert {one for one in connection._framing._stream if one % 4 == 0} == set()
         assert site.server.service.bodies.used == 0
 
@@ -182,7 +182,7 @@ async def test_priorities_of_requests_that_are_refused_are_forgotten(tmp_path: "
 async def test_streams_of_unknown_types_that_are_reset_are_forgotten(tmp_path: "Path") -> None:
     async with http3_site(Engines(), tmp_path) as site, site.client() as client:
         assert (await client.ask(b"GET", b"/whole")).status == 200
-        known = set(_connection(site)._control._others)
+        known = set(_connection(site)._control._ignored)
         # Of a type that nobody knows, and without a whole type.
         for begin in (b"\x21abc", b"\x40"):
             for _ in range(5):
@@ -192,4 +192,4 @@ async def test_streams_of_unknown_types_that_are_reset_are_forgotten(tmp_path: "
                 client.quic.reset_stream(number, 0)
                 assert (await client.ask(b"GET", b"/whole")).status == 200
         frames = _connection(site)._control
-        assert (frames._others, frames._begun) == (known, {})
+        assert (frames._ignored, frames._begun) == (known, {})

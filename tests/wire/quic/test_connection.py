@@ -17,17 +17,17 @@ from tests.support.virtual.runner import run
 from tests.wire.quic.pair import Pair, connected
 
 from balanceroute.proxy.wire.quic.connection import Carrier, OrderedConnection
-from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, StreamStanding
+from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, StreamPriority
 
 pytest.importorskip("aioquic", reason="needs the extra h3")
 
 
 PIECE = 3_000  # More than two packets.
-STANDINGS = {
-    0: StreamStanding(0, 9.0),
-    4: StreamStanding(2, 7.0),
-    8: StreamStanding(0, 5.0),
-    12: StreamStanding(1, 6.0),
+PRIORITIES = {
+    0: StreamPriority(0, 9.0),
+    4: StreamPriority(2, 7.0),
+    8: StreamPriority(0, 5.0),
+    12: StreamPriority(1, 6.0),
 }
 
 
@@ -48,14 +48,14 @@ def ends(pair: Pair) -> list[int]:
             if isinstance(event, StreamDataReceived) and event.end_stream
         ]
         pair.to_server()
-        if len(ended) == len(STANDINGS):
+        if len(ended) == len(PRIORITIES):
             return ended
     raise AssertionError(ended)
 
 
 def opened(pair: Pair) -> None:
     """Let the client open the streams, one after the other."""
-    for number in STANDINGS:
+    for number in PRIORITIES:
         pair.client.send_stream_data(number, b"?", end_stream=True)
     pair.exchange()
 
@@ -72,8 +72,8 @@ def opened(pair: Pair) -> None:
 def test_streams_are_sent_in_the_order(pair_of: Any, order: str, expected: list[int]) -> None:
     pair = pair_of(order)
     opened(pair)
-    for number, standing in STANDINGS.items():
-        pair.server.stand(number, standing)
+    for number, priority in PRIORITIES.items():
+        pair.server.prioritise(number, priority)
         pair.server.send_stream_data(number, bytes(PIECE), end_stream=True)
     assert ends(pair) == expected
 
@@ -81,14 +81,14 @@ def test_streams_are_sent_in_the_order(pair_of: Any, order: str, expected: list[
 def test_the_first_byte_is_due_by_a_deadline_of_its_own(pair_of: Any) -> None:
     # The first packet of 4 is due before all others, the rest of it last; 8 never has the earlier one.
     due = {
-        0: StreamStanding(0, 6.0),
-        4: StreamStanding(0, begin_s=1.0),
-        8: StreamStanding(0, 8.0, begin_s=9.0),
+        0: StreamPriority(0, 6.0),
+        4: StreamPriority(0, begin_s=1.0),
+        8: StreamPriority(0, 8.0, begin_s=9.0),
     }
     pair = pair_of("edf")
     opened(pair)
-    for number, standing in due.items():
-        pair.server.stand(number, standing)
+    for number, priority in due.items():
+        pair.server.prioritise(number, priority)
         pair.server.send_stream_data(number, bytes(PIECE), end_stream=True)
     got: list[StreamDataReceived] = []
     while sum(one.end_stream for one in got) < len(due):
@@ -107,10 +107,10 @@ def test_every_order_is_tested() -> None:
 def test_turns_are_a_packet_each(pair_of: Any, order: str) -> None:
     pair = pair_of(order)
     opened(pair)
-    for number in STANDINGS:
+    for number in PRIORITIES:
         pair.server.send_stream_data(number, bytes(PIECE), end_stream=True)
     pair.to_client()
-    got = dict.fromkeys(STANDINGS, 0)
+    got = dict.fromkeys(PRIORITIES, 0)
     for event in pair.events(pair.client):
         if isinstance(event, StreamDataReceived):
             got[event.stream_id] += len(event.data)
@@ -120,10 +120,10 @@ def test_turns_are_a_packet_each(pair_of: Any, order: str) -> None:
 def test_a_stream_that_rises_overtakes(pair_of: Any) -> None:
     pair = pair_of("abs")
     opened(pair)
-    for number in STANDINGS:
+    for number in PRIORITIES:
         pair.server.send_stream_data(number, bytes(20_000), end_stream=True)
     pair.to_client()
-    pair.server.stand(12, StreamStanding(level=1))
+    pair.server.prioritise(12, StreamPriority(level=1))
     pair.to_server()
     assert ends(pair)[0] == 12
 
