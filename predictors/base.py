@@ -217,7 +217,7 @@ class Checked:
         self._predictor = outside_predictor(name)
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
-        self._told("begin", lambda: self._predictor.begin(request, features))
+        self._call("begin", lambda: self._predictor.begin(request, features))
 
     def survival(
         self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
@@ -233,15 +233,15 @@ class Checked:
             check_survival(survival, len(requests), steps)
             return survival
 
-        return self._told("survival", answer)
+        return self._call("survival", answer)
 
     def observe(self, request: RequestId, output_tokens: int) -> None:
-        self._told("observe", lambda: self._predictor.observe(request, output_tokens))
+        self._call("observe", lambda: self._predictor.observe(request, output_tokens))
 
     def forget(self, request: RequestId) -> None:
-        self._told("forget", lambda: self._predictor.forget(request))
+        self._call("forget", lambda: self._predictor.forget(request))
 
-    def _told(self, method: str, call: Callable[[], _Result]) -> _Result:
+    def _call(self, method: str, call: Callable[[], _Result]) -> _Result:
         try:
             return call()
         # Any exception: the predictor is third-party code.

@@ -314,8 +314,8 @@ _Better = Callable[[Rows, Answers, Answers, NDArray[np.bool_]], float]
 
 def _better_auc(rows: Rows, one: Answers, other: Answers, mask: NDArray[np.bool_]) -> float:
     finishes = rows.finishes[mask]
-    auc, others = (roc_auc(it.p_finish[mask], finishes) for it in (one, other))
-    return auc - others
+    auc, other_auc = (roc_auc(it.p_finish[mask], finishes) for it in (one, other))
+    return auc - other_auc
 
 
 def _better_brier(rows: Rows, one: Answers, other: Answers, mask: NDArray[np.bool_]) -> float:

@@ -101,13 +101,13 @@ def train(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Gbdt:
-    """Return a predictor trained on the past; see `train_and_tell`."""
-    return train_and_tell(
+    """Return a predictor trained on the past; see `train_measured`."""
+    return train_measured(
         past, horizon_steps=horizon_steps, age_step=age_step, seed=seed, progress=progress
     ).predictor
 
 
-def train_and_tell(
+def train_measured(
     past: Sequence[PastRequest],
     *,
     horizon_steps: int = 40,

@@ -280,7 +280,7 @@ class LoadFollower:
     def _judge(self, now: FleetSample) -> None:
         arriving, busy, running = self._arriving.value, self._busy.value, self._running.value
         slots = now.ranks * now.batch
-        told = judge(
+        verdict = judge(
             prefillers=now.prefillers,
             ranks=now.ranks,
             prefill_busy=busy / now.prefillers,
@@ -289,15 +289,15 @@ class LoadFollower:
             kv_share=self._kv.value,
         )
         prefill_work, decode_work = busy, running
-        if told.bound is Bound.PREFILL and self._begun.value:
+        if verdict.bound is Bound.PREFILL and self._begun.value:
             prefill_work *= max(1.0, arriving / self._begun.value)
-        if told.bound in (Bound.DECODE, Bound.BARRIER, Bound.MEMORY) and self._bound.value:
+        if verdict.bound in (Bound.DECODE, Bound.BARRIER, Bound.MEMORY) and self._bound.value:
             decode_work *= max(1.0, arriving / self._bound.value)
         # As many ranks as the KV caches fill, if these fill them first.
         of_slots = decode_work / now.batch
         of_memory = self._kv.value * now.ranks * decode_work / running if running else 0.0
         wanted = needs(
-            told,
+            verdict,
             prefillers=now.prefillers,
             ranks=now.ranks,
             prefill_work=prefill_work,
@@ -310,7 +310,7 @@ class LoadFollower:
         self.ranks = self._held[1].most(now.time_s, wanted.ranks.wanted)
         spare, lacking = now.prefillers - self.prefillers, self.ranks - now.ranks
         self.flips = max(0, min(spare, lacking)) - max(0, min(-spare, -lacking))
-        if told.bound is not self._other:
-            self._other, self._other_s = told.bound, now.time_s
+        if verdict.bound is not self._other:
+            self._other, self._other_s = verdict.bound, now.time_s
         if now.time_s - self._other_s >= _SETTLED_S:
             self.bound = self._other

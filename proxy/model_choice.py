@@ -359,12 +359,12 @@ class DoubleDqn:
         Raises:
             OSError: The file cannot be written.
         """
-        told = dict(self._network.parameters)
+        arrays = dict(self._network.parameters)
         if self._aim is not None:
-            told[_MEAN] = np.array(self._aim.mean, np.float32)
-            told[_SCORES] = np.array(self._aim.scores, np.float32)
+            arrays[_MEAN] = np.array(self._aim.mean, np.float32)
+            arrays[_SCORES] = np.array(self._aim.scores, np.float32)
         with path.open("wb") as file:
-            np.savez(file, **told)  # type: ignore[arg-type]
+            np.savez(file, **arrays)  # type: ignore[arg-type]
 
     def choose(self, task: int, rate_per_s: float, outlooks: Sequence[GroupOutlook]) -> int:
         """Return the group; see `ModelChoice.choose`."""

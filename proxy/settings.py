@@ -20,7 +20,7 @@ from balanceroute.topologies import did_you_mean
 T = TypeVar("T")
 _PREFIX = "BALANCEROUTE_"
 # Those that are no settings: of the engines' key, of a hand-over, and of engines that are measured.
-_OTHERS = ("TOPOLOGY", "ENGINE_KEY", "HAND_OVER", "STEP_TRACE", "CPU_SHIM", "VLLM_PYTHON")
+_RESERVED = ("TOPOLOGY", "ENGINE_KEY", "HAND_OVER", "STEP_TRACE", "CPU_SHIM", "VLLM_PYTHON")
 # What Kubernetes gives each pod of a namespace with a Service called balanceroute or balanceroute-*.
 _OF_SERVICES = re.compile(r"(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_[0-9]+_(TCP|UDP)(_.+)?)")
 _OF_A_SERVICE = re.compile(r"(tcp|udp)://")
@@ -40,15 +40,15 @@ def _variables(known: Mapping[str, Setting], environment: Mapping[str, str]) -> 
     """
     found: dict[str, object] = {}
     names = {variable_of(name): name for name in known}
-    others = {f"{_PREFIX}{word}" for word in _OTHERS}
+    reserved = {f"{_PREFIX}{word}" for word in _RESERVED}
     for variable, word in environment.items():
-        if not variable.startswith(_PREFIX) or not word.strip() or variable in others:
+        if not variable.startswith(_PREFIX) or not word.strip() or variable in reserved:
             continue
         rest = variable.removeprefix(_PREFIX)
         if _OF_SERVICES.fullmatch(rest) or (rest.endswith("PORT") and _OF_A_SERVICE.match(word)):
             continue
         if variable not in names:
-            hint = did_you_mean(variable, (*names, *others))
+            hint = did_you_mean(variable, (*names, *reserved))
             raise ConfigError(f"{variable}: no setting has this variable{hint}")
         setting = known[names[variable]]
         if setting.action is not None:
@@ -114,10 +114,10 @@ class Given:
                 raise ConfigError(f"{place}: belongs at the top of the file")
         self.values = {one.name: self._value(one) for one in self._known.values()}
 
-    def read(self, section: type[T], **others: object) -> T:
+    def read(self, section: type[T], **extra: object) -> T:
         """Return a section, with fields that are no settings."""
         values = {one.attribute: self.values[one.name] for one in settings_of(section)}
-        return section(**values | others)
+        return section(**values | extra)
 
     @property
     def places(self) -> dict[str, str]:

@@ -654,7 +654,7 @@ def test_a_piped_command_tells_where_it_is_every_half_minute(
     piped = PipedProgress(lambda: now[0])
     for second in range(70):
         now[0] = float(second)
-        piped.tell(f"br-h: {second} of 70 requests")
+        piped.write(f"br-h: {second} of 70 requests")
     assert capsys.readouterr().err.splitlines() == [
         "balanceroute: br-h: 30 of 70 requests",
         "balanceroute: br-h: 60 of 70 requests",

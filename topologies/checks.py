@@ -152,10 +152,10 @@ def hccl_ports(role: RoleEngines) -> range | None:
 def _differences(engines: Engines) -> Iterator[Finding]:
     prefill, decode = engines.prefill.flags, engines.decode.flags
     for flag in _SAME:
-        mine, others = decode.get(flag, "auto"), prefill.get(flag, "auto")
-        if mine != others:
+        own, other = decode.get(flag, "auto"), prefill.get(flag, "auto")
+        if own != other:
             reason = (
-                f"is {mine!r}, but prefill's is {others!r}: the KV caches differ. NIXL refuses the "
+                f"is {own!r}, but prefill's is {other!r}: the KV caches differ. NIXL refuses the "
                 'pair ("NIXL compatibility hash mismatch"), other connectors may transfer nonsense'
             )
             yield Finding("error", f"engines.decode.flags.{flag}", reason)

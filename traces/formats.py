@@ -488,7 +488,7 @@ def parse_named(lines: Iterator[str], names: Mapping[str, str]) -> Iterator[Trac
 def _named(values: Mapping[str, object], names: Mapping[str, str], cells: _Cells) -> TraceRequest:
     arrival, nothing = values["arrival"], cells.nothing
 
-    def told(field: str, read: _Read, default: object) -> Any:
+    def optional(field: str, read: _Read, default: object) -> Any:
         value = values.get(field, nothing)
         return default if value == nothing else read(names[field], value)
 
@@ -497,9 +497,9 @@ def _named(values: Mapping[str, object], names: Mapping[str, str], cells: _Cells
     return TraceRequest(
         timestamp_ns(str(arrival)) if is_date else cells.seconds(names["arrival"], arrival),
         0 if failed else cells.tokens(names["prompt"], values["prompt"]),
-        told("output", cells.tokens, 0),
-        max_tokens=told("limit", cells.tokens, None),
-        tenant=told("tenant", cells.name, ""),
-        level=told("class", cells.level, 0),
-        deadline_ns=told("deadline", cells.seconds, None),
+        optional("output", cells.tokens, 0),
+        max_tokens=optional("limit", cells.tokens, None),
+        tenant=optional("tenant", cells.name, ""),
+        level=optional("class", cells.level, 0),
+        deadline_ns=optional("deadline", cells.seconds, None),
     )

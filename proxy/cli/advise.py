@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--prefill means nothing with {named[0]}")
     planned = given.read(Planned)
     if arguments.trace is not None:
-        told, advice = _from_trace(arguments, given)
+        text, advice = _from_trace(arguments, given)
     elif planned.ttft_p99 is not None or planned.tpot_p95 is not None:
         raise ConfigError(
             "--ttft-p99 and --tpot-p95 need a --trace: a running fleet cannot be resized"
@@ -132,8 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError("--token-file means nothing without --proxy")
         seen = asyncio.run(_watch(arguments, watched))
         found = _of_fleet(seen, watched.busy)
-        told, advice = list(lines(found, watched.busy)), as_json(found)
-    answer(arguments, partial(print_lines, told), partial(as_json_text, advice))
+        text, advice = list(lines(found, watched.busy)), as_json(found)
+    answer(arguments, partial(print_lines, text), partial(as_json_text, advice))
     return 0
 
 
@@ -143,7 +143,7 @@ async def _watch(arguments: argparse.Namespace, watched: Judged) -> Observation:
         if arguments.proxy is not None:
             proxy = ProxyPages(arguments.proxy, pages)
             looks = await look_at(proxy, watched)
-            return observe(looks, batch=proxy.batch, outputs_told=False)
+            return observe(looks, batch=proxy.batch, outputs_known=False)
         engines = AuditedEngines(arguments.prefill or (), arguments.decode, pages)
         return observe(await look_at(engines, watched))
 

@@ -30,9 +30,9 @@ from balanceroute.proxy.cli.running_engines import (
     fault_of,
     judge_pairs,
     look_at_all,
+    reported_connectors,
+    reported_slots,
     several,
-    told_connectors,
-    told_slots,
 )
 from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.core.setting import file, flag, number, settings_of, switch, texts
@@ -291,12 +291,12 @@ def _role_of(look: EngineLook, given: DoctorSettings, servers: Sequence[str]) ->
 
 def connector_of(report: Report) -> str:
     """Return the connector that the engines tell; empty for none, or if they contradict each other."""
-    told = told_connectors(report.looks)
-    if len(told) > 1:
-        what = f"have several connectors: {several(told)}"
+    found = reported_connectors(report.looks)
+    if len(found) > 1:
+        what = f"have several connectors: {several(found)}"
         report.blame("the engines", what, "start all with one")
         return ""
-    return next(iter(told), "")
+    return next(iter(found), "")
 
 
 def _judge(report: Report) -> None:
@@ -319,7 +319,7 @@ def _judge(report: Report) -> None:
             names = " and ".join(", ".join(one.models()) for one in (prefill, decode))
             where = f"{prefill.name} and {decode.name}"
             report.blame(where, f"serve other models: {names}", "start both with one model")
-    slots = told_slots(report.of(DECODE))
+    slots = reported_slots(report.of(DECODE))
     if len(slots) > 1:
         what = f"have several max_num_seqs: {several(slots)}"
         report.blame("the decode engines", what, "start all with one --max-num-seqs")
@@ -332,8 +332,8 @@ def _judge_engine(report: Report, look: EngineLook) -> None:
     if not look.models():
         report.blame(look.name, "serves no model", "its log tells why")
     role, seen = Role(look.role or PREFILL), look.seen
-    told = seen.version, seen.models, seen.signs
-    for doubt in doubts(role, report.connector, *told, wanted=(), ranks=()):
+    facts = seen.version, seen.models, seen.signs
+    for doubt in doubts(role, report.connector, *facts, wanted=(), ranks=()):
         if doubt.endswith("?"):
             report.notes.append(f"{look.name}: {doubt}")
         else:
@@ -542,16 +542,16 @@ class _Attempt:
                 timeout_s=self.timeout_s,
                 max_bytes=MAX_ANSWER_BYTES,
             )
-            told = answer.json()
+            reply = answer.json()
         except UnansweredError as error:
             raise _LegError(f"{look.name}: {error}", fault_of(str(error))[1]) from None
         except ValueError:
             raise _LegError(f"{look.name} answered no JSON", "its log tells why") from None
-        if answer.status != 200 or not isinstance(told, dict):
-            reason = shown(_message(told))
+        if answer.status != 200 or not isinstance(reply, dict):
+            reason = shown(_message(reply))
             cure = fault_of(f"status {answer.status}")[1]
             raise _LegError(f"{look.name}: status {answer.status}: {reason}", cure)
-        return told
+        return reply
 
     async def _release(self, params: Mapping[str, object], tokens: int) -> str:
         """Have another engine pull what one did not; return what is left behind, in words."""
@@ -603,8 +603,8 @@ def _prompt(prefill: EngineLook, decode: EngineLook) -> str:
 
 def _prompt_tokens(answer: Mapping[str, Any]) -> int:
     usage = answer.get("usage")
-    told = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    return told if type(told) is int and told > 0 else 0
+    tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return tokens if type(tokens) is int and tokens > 0 else 0
 
 
 def _connector_of_answer(returned: object) -> str:
@@ -645,7 +645,7 @@ def _advise(report: Report, given: DoctorSettings) -> None:
     words = ["balanceroute", "serve"]
     if report.connector != _default(EngineSettings, "connector"):
         words += ["--connector", report.connector]
-    slots = told_slots(decoders)
+    slots = reported_slots(decoders)
     if not slots:
         report.notes.append("max_num_seqs is not told: add --batch with that of the decode engines")
     elif min(slots) != _default(SchedulingSettings, "batch"):

@@ -127,7 +127,7 @@ def for_people(written: Path | None) -> AbstractContextManager[object]:
 
 # Where a long command is: a bar at a terminal, else a line now and then.
 
-_TOLD_S = 30.0
+_LINE_S = 30.0
 
 
 class PipedProgress:
@@ -136,12 +136,12 @@ class PipedProgress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._is_on = not sys.stderr.isatty()
-        self._due_s = clock() + _TOLD_S
+        self._due_s = clock() + _LINE_S
 
-    def tell(self, words: str) -> None:
+    def write(self, words: str) -> None:
         """Write where the command is, if that is due."""
         if self._is_on and self._clock() >= self._due_s:
-            self._due_s = self._clock() + _TOLD_S
+            self._due_s = self._clock() + _LINE_S
             sys.stderr.write(f"balanceroute: {words}\n")
             sys.stderr.flush()
 
@@ -183,4 +183,4 @@ class StageBar:
             self._stage = stage
         if share is not None:
             self._bar.update(self._task, completed=share)
-        self._piped.tell(stage if share is None else f"{stage}: {share:.0%}")
+        self._piped.write(stage if share is None else f"{stage}: {share:.0%}")

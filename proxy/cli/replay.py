@@ -281,17 +281,17 @@ def _doubts(requests: "list[PlannedRequest]", settings: ReplaySettings) -> list[
     span_s = (requests[-1].arrival_ns - requests[0].arrival_ns) / 1e9
     if settings.concurrency is not None or not span_s:
         return []
-    sent_s, told = span_s / settings.rate, ""
+    sent_s, doubt = span_s / settings.rate, ""
     per_s = (len(requests) - 1) / span_s
     if not 1 / _ODD_PACE < settings.rate < _ODD_PACE:
-        told = f"--rate {settings.rate:g}"
+        doubt = f"--rate {settings.rate:g}"
     elif len(requests) >= _LEAST_PACED and not _SLOWEST_PER_S < per_s < _FASTEST_PER_S:
-        told = "the unit of its times may be another: see --columns"
-    if not told:
+        doubt = "the unit of its times may be another: see --columns"
+    if not doubt:
         return []
     warning = (
         f"warning: {len(requests):,} requests that span {span_s:,.6g} s by the trace are sent within "
-        f"{sent_s:,.6g} s ({told})"
+        f"{sent_s:,.6g} s ({doubt})"
     )
     sys.stderr.write(warning + "\n")
     return [warning]
@@ -367,7 +367,7 @@ class _Bar:
         text = f"requests, {state.running:,} running, {state.errors:,} errors, {rate:,.0f} tokens/s"
         self._bar.update(self._task, completed=state.ended, state=text)
         self._bar.refresh()
-        self._piped.tell(f"{state.ended:,} of {self._total:,} {text}")
+        self._piped.write(f"{state.ended:,} of {self._total:,} {text}")
 
 
 def _title(

@@ -50,7 +50,7 @@ _CONFIG_S = 20.0
 # Of each role, where a start waits for them: how long for one page, and for all.
 _MOST_ASKED, _ASK_S, _ALL_S = 16, 1.0, 4.0
 # vLLM refuses more choices than it has slots, before it computes anything, from this version on.
-_TELLS_SLOTS, _CHOICES = (0, 32), 16_384
+_SLOTS_FROM, _CHOICES = (0, 32), 16_384
 _SLOTS = re.compile(r"max_num_seqs \(([0-9]{1,9})\)")
 _VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})\b")
 CONNECTOR_OF_CLASS = {facts.vllm_class: name for name, facts in CONNECTORS.items()}
@@ -295,10 +295,10 @@ async def _stranger(pages: PageClient, url: EngineUrl, fault: str) -> str:
             return f"is {name}, no engine of vLLM"
     for path, member, name in _STRANGERS_PAGES:
         try:
-            told = (await pages.ask("GET", f"{url.base}{path}", max_bytes=MAX_ANSWER_BYTES)).json()
+            page = (await pages.ask("GET", f"{url.base}{path}", max_bytes=MAX_ANSWER_BYTES)).json()
         except (UnansweredError, ValueError):
             continue
-        if isinstance(told, dict) and member in told:
+        if isinstance(page, dict) and member in page:
             return f"is {name}, no engine of vLLM"
     return fault or "/metrics: has no metrics of an engine of vLLM: is it a proxy or a router?"
 
@@ -320,10 +320,10 @@ async def _ask_config(pages: PageClient, look: EngineLook, limit_s: float) -> No
             timeout_s=limit_s,
             max_bytes=MAX_ANSWER_BYTES,
         )
-        told = msgspec.json.decode(answer.body, type=_ServerInfo)
+        info = msgspec.json.decode(answer.body, type=_ServerInfo)
     except (UnansweredError, ValueError, RecursionError):
         return
-    scheduler, transfer = told.vllm_config.scheduler_config, told.vllm_config.kv_transfer_config
+    scheduler, transfer = info.vllm_config.scheduler_config, info.vllm_config.kv_transfer_config
     look.slots = None if scheduler is None else scheduler.max_num_seqs
     if transfer is None or transfer.kv_connector is None:
         look.foreign = "no KV connector"
@@ -340,7 +340,7 @@ async def _ask_config(pages: PageClient, look: EngineLook, limit_s: float) -> No
     look.kv_role = transfer.kv_role or ""
     if look.connector:
         facts = CONNECTORS[look.connector]
-        lease = extra.get(facts.lease_key) or told.vllm_env.get(facts.lease_variable)
+        lease = extra.get(facts.lease_key) or info.vllm_env.get(facts.lease_variable)
         look.lease_s = float(lease) if isinstance(lease, int | float) and lease > 0 else None
 
 
@@ -348,7 +348,7 @@ async def _ask_slots(pages: PageClient, look: EngineLook) -> None:
     """Ask an engine how many requests it runs at a time, by a request that it refuses for that."""
     version = _VERSION.match(look.seen.version)
     models = look.models()
-    if version is None or (int(version[1]), int(version[2])) < _TELLS_SLOTS or not models:
+    if version is None or (int(version[1]), int(version[2])) < _SLOTS_FROM or not models:
         return
     sampling = {"n": _CHOICES, "max_tokens": 1}
     body = {"model": models[0], "token_ids": [1], "sampling_params": sampling}
@@ -357,8 +357,8 @@ async def _ask_slots(pages: PageClient, look: EngineLook) -> None:
         answer = await pages.ask("POST", url, json=body, max_bytes=MAX_ANSWER_BYTES)
     except UnansweredError:
         return
-    told = _SLOTS.search(answer.body.decode(errors="replace")) if answer.status == 400 else None
-    look.slots = None if told is None else int(told[1])
+    match = _SLOTS.search(answer.body.decode(errors="replace")) if answer.status == 400 else None
+    look.slots = None if match is None else int(match[1])
 
 
 async def _ask_bootstrap(pages: PageClient, look: EngineLook, bootstrap: str) -> None:
@@ -370,27 +370,27 @@ async def _ask_bootstrap(pages: PageClient, look: EngineLook, bootstrap: str) ->
         return
 
 
-def told_connectors(looks: Iterable[EngineLook]) -> dict[str, str]:
+def reported_connectors(looks: Iterable[EngineLook]) -> dict[str, str]:
     """Return the connectors that engines tell, each with the address of one that does."""
-    told: dict[str, str] = {}
+    found: dict[str, str] = {}
     for look in looks:
         name = look.connector or ("mooncake" if look.identity is not None else "")
         if name:
-            told.setdefault(name, look.name)
-    return told
+            found.setdefault(name, look.name)
+    return found
 
 
-def told_slots(looks: Iterable[EngineLook]) -> dict[int, str]:
+def reported_slots(looks: Iterable[EngineLook]) -> dict[int, str]:
     """Return the numbers of slots that engines tell, likewise."""
-    told: dict[int, str] = {}
+    found: dict[int, str] = {}
     for look in looks:
         if look.slots is not None:
-            told.setdefault(look.slots, look.name)
-    return told
+            found.setdefault(look.slots, look.name)
+    return found
 
 
-def several(told: Mapping[str, str] | Mapping[int, str]) -> str:
-    return ", ".join(f"{value} at {where}" for value, where in told.items())
+def several(found: Mapping[str, str] | Mapping[int, str]) -> str:
+    return ", ".join(f"{value} at {where}" for value, where in found.items())
 
 
 def client_of(
@@ -415,7 +415,7 @@ def client_of(
     )
 
 
-async def told_settings(config: "ProxyConfig") -> dict[str, object]:
+async def reported_settings(config: "ProxyConfig") -> dict[str, object]:
     """Return the connector and the batch limit that engines tell, of those that are not given.
 
     Engines that are not there, or slow, tell nothing.
@@ -431,17 +431,17 @@ async def told_settings(config: "ProxyConfig") -> dict[str, object]:
     except TimeoutError:
         return {}
     found: dict[str, object] = {}
-    for name, told in (
-        ("connector", told_connectors(looks)),
-        ("batch", told_slots(look for look in looks if look.url in decoders)),
+    for name, values in (
+        ("connector", reported_connectors(looks)),
+        ("batch", reported_slots(look for look in looks if look.url in decoders)),
     ):
-        if name in config.given or not told:
+        if name in config.given or not values:
             continue
-        if len(told) > 1:
+        if len(values) > 1:
             what = "connectors" if name == "connector" else "max_num_seqs"
             reason = (
-                f"the engines have several {what} ({several(told)}): start all alike, or name one"
+                f"the engines have several {what} ({several(values)}): start all alike, or name one"
             )
             raise ConfigError(f"--{name}: {reason}")
-        found[name] = next(iter(told))
+        found[name] = next(iter(values))
     return found

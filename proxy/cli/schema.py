@@ -92,11 +92,11 @@ def _table_of(sections: Iterable[type], *, leave_out_top: bool = False) -> Schem
 
 
 def _setting(setting: Setting) -> Schema:
-    told: Schema = {"description": setting.help}
+    about: Schema = {"description": setting.help}
     if setting.choices:
-        return told | {"enum": [*setting.choices]}
+        return about | {"enum": [*setting.choices]}
     if setting.many:
-        return told | _TEXTS
+        return about | _TEXTS
     found: Schema = {"type": setting.kind}
     if setting.bounds is not None:
         for name, bound in zip(("minimum", "maximum"), setting.bounds, strict=True):
@@ -106,7 +106,7 @@ def _setting(setting: Setting) -> Schema:
         found = {"anyOf": [{"type": "array", "items": {"type": "number"}}, _TEXT]}
     if setting.words:
         found = {"anyOf": [found, {"enum": [*setting.words]}]}
-    return told | found
+    return about | found
 
 
 def _entries(keys: Iterable[str]) -> Schema:

@@ -79,13 +79,13 @@ def _ask_engines(config: "ProxyConfig") -> dict[str, object]:
     if {"connector", "batch"} <= config.given.keys() or not (config.prefillers and config.decoders):
         return {}
     # Here, so that who names both starts without it.
-    from balanceroute.proxy.cli.running_engines import told_settings  # noqa: PLC0415
+    from balanceroute.proxy.cli.running_engines import reported_settings  # noqa: PLC0415
 
-    told = asyncio.run(told_settings(config))
-    if told and sys.stdout.isatty():  # The log has it too.
-        words = " ".join(f"{flag_of(name)} {value}" for name, value in told.items())
+    reported = asyncio.run(reported_settings(config))
+    if reported and sys.stdout.isatty():  # The log has it too.
+        words = " ".join(f"{flag_of(name)} {value}" for name, value in reported.items())
         sys.stdout.write(f"the engines tell: {words}\n")
-    return told
+    return reported
 
 
 def configure_and_serve(
@@ -114,11 +114,11 @@ def configure_and_serve(
     )
 
     config = make_config(topology, given, environment=os.environ)
-    told = {} if owns_engines else _ask_engines(config)
-    if told:
-        config = make_config(topology, {**given, **told}, environment=os.environ)
+    reported = {} if owns_engines else _ask_engines(config)
+    if reported:
+        config = make_config(topology, {**given, **reported}, environment=os.environ)
     renew = partial(read_credentials, topology, given, environment=os.environ)
     added = None
     if topology is not None and topology.groups:
         added = partial(make_group, topology, given, environment=os.environ)
-    return serve(config, ServeCommand(arguments.words, owns_engines, renew, added, told))
+    return serve(config, ServeCommand(arguments.words, owns_engines, renew, added, reported))

@@ -186,7 +186,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 130 if interrupted else 0
 
 
-def _tell_idle(given: Given, policies: "Sequence[str]") -> None:
+def _warn_of_idle(given: Given, policies: "Sequence[str]") -> None:
     """Warn of what was given and does nothing with any of the policies, as in `serve`."""
     names = {one.name for section in _AS_SERVED for one in settings_of(section)}
     shared = {name: place for name, place in given.places.items() if name in names}
@@ -214,7 +214,7 @@ def _policies(names: str, given: Given) -> list[str]:
         raise ConfigError(f"--policy: unknown {unknown}{meant}")
     if len(set(policies)) < len(policies):
         raise ConfigError(f"--policy: {names} names a policy twice")
-    _tell_idle(given, policies)
+    _warn_of_idle(given, policies)
     return policies
 
 
@@ -282,7 +282,7 @@ def _simulate(
             unshown += finished
             if 1_000 * unshown >= total:  # To show every step would cost more than the steps.
                 bar.update(task, description=policy, advance=unshown)
-                piped.tell(f"{policy}: {done:,} of {total:,} requests")
+                piped.write(f"{policy}: {done:,} of {total:,} requests")
                 unshown = 0
 
         for result in run_experiment(

@@ -157,8 +157,8 @@ def _judge_one(topology: "Topology", connector: str, one: Seen) -> Iterator[Find
     key = f"{one.role} {one.url}"
     if topology.models and not one.models:
         yield Finding("error", key, "serves no model")
-    told = one.version, one.models, one.signs
-    for doubt in doubts(Role(one.role), connector, *told, wanted=topology.models, ranks=one.named):
+    facts = one.version, one.models, one.signs
+    for doubt in doubts(Role(one.role), connector, *facts, wanted=topology.models, ranks=one.named):
         yield Finding("note" if doubt.endswith("?") else "error", key, doubt)
     engines = topology.engines
     # vllm-ascend's version is not vLLM's.
@@ -267,9 +267,9 @@ def run_check(arguments: argparse.Namespace) -> int:
         # Here, so that a check of the file alone starts without it.
 
         for one in topology.deployments:
-            found, told = check_online(one, arguments.ca_file)
+            found, note = check_online(one, arguments.ca_file)
             findings += tuple(found)
-            memory += told
+            memory += note
     for finding in findings:
         print(f"{topology.path}: {finding}")  # noqa: T201 - the command's answer.
     errors = sum(finding.level == "error" for finding in findings)

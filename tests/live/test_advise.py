@@ -129,7 +129,7 @@ def looked(prefillers: int, ranks: int) -> tuple[Observation, Observation]:
                 )
             )
         seen.append(observe(looks[0], batch=BATCH))
-        seen.append(observe(looks[1], batch=proxy.batch, outputs_told=False))
+        seen.append(observe(looks[1], batch=proxy.batch, outputs_known=False))
         await clients
 
     play(scenario, **fleet(prefillers, ranks))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from balanceroute.predictors import PastRequest, RequestFeatures, gbdt_training
-from balanceroute.predictors.gbdt_training import train, train_and_tell
+from balanceroute.predictors.gbdt_training import train, train_measured
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 
@@ -27,7 +27,7 @@ def past(count: int = 600, *, keyed: bool = True, seed: int = 0) -> list[PastReq
 
 
 def test_keys_that_tell_the_length_are_learned() -> None:
-    training = train_and_tell(past())
+    training = train_measured(past())
     assert training.requests == 600
     assert training.requests_asked == 540
     assert training.finish.trees > 0
@@ -48,7 +48,7 @@ def test_without_a_signal_the_marginal_is_left() -> None:
         PastRequest(number * 0.1, number * 0.1 + 1.0, RequestFeatures(7), int(rng.geometric(0.01)))
         for number in range(2_000)
     ]
-    training = train_and_tell(noise)
+    training = train_measured(noise)
     for stage in (training.finish, training.remaining):
         assert stage.marginal_loss * 0.98 < stage.loss <= stage.marginal_loss
     predictor = training.predictor
@@ -67,7 +67,7 @@ def test_trees_that_only_do_harm_are_not_kept() -> None:
         features = RequestFeatures(5, max_tokens=900 if short == (number < 800) else 100)
         output_tokens = int(rng.integers(1, 20)) if short else 60
         turned.append(PastRequest(float(number), number + 0.5, features, output_tokens))
-    training = train_and_tell(turned)
+    training = train_measured(turned)
     assert training.finish.trees == 0
     assert training.finish.loss == training.finish.marginal_loss
     assert "num_leaves=1\n" in training.predictor.state().texts["finish"]
@@ -83,9 +83,9 @@ def test_the_same_past_gives_the_same_predictor_in_any_order() -> None:
 def test_of_too_many_rows_a_share_of_the_requests_is_asked_about(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    everything = train_and_tell(past())
+    everything = train_measured(past())
     monkeypatch.setattr(gbdt_training, "MAX_ROWS", 1_500)
-    some = train_and_tell(past())
+    some = train_measured(past())
     assert everything.finish.rows > 3_000
     assert 1_200 < some.finish.rows < 1_800
     assert some.requests_asked < everything.requests_asked

@@ -282,12 +282,12 @@ class Observation:
 
 
 def observe(
-    looks: Sequence[Look], *, batch: int | None = None, outputs_told: bool = True
+    looks: Sequence[Look], *, batch: int | None = None, outputs_known: bool = True
 ) -> Observation:
     """Return what looks at the same engines say.
 
     `batch` is the slots of a rank, None for the most that were in use. A proxy does not tell the tokens that
-    its ranks generate: then `outputs_told` is false.
+    its ranks generate: then `outputs_known` is false.
 
     Raises:
         ConfigError: They are too few, ranks do not tell what they must, or nothing was decoded.
@@ -300,7 +300,7 @@ def observe(
     ranks = tuple(looks[0].decode)
     loads = _told_by_all(looks, ranks, "kv_tokens")
     running = _series(looks, ranks, "running")
-    generated = _counted((_told_by_all if outputs_told else _series)(looks, ranks, "generated"))
+    generated = _counted((_told_by_all if outputs_known else _series)(looks, ranks, "generated"))
     peaks = loads.max(axis=1)
     if not peaks.any():
         raise ConfigError("nothing was decoded meanwhile")
