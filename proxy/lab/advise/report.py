@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from balanceroute.proxy.page_client import PageClient
 
 
-def lines(told: Needs, busy: float) -> Iterator[str]:
-    yield f"bound by      {MEANINGS[told.verdict.bound]}"
-    yield f"prefillers    {_need(told.prefillers, busy, 'busy')}"
-    yield f"ranks         {_need(told.ranks, busy, 'full')}"
-    if told.verdict.bound is Bound.BARRIER:
+def lines(needs: Needs, busy: float) -> Iterator[str]:
+    yield f"bound by      {MEANINGS[needs.verdict.bound]}"
+    yield f"prefillers    {_need(needs.prefillers, busy, 'busy')}"
+    yield f"ranks         {_need(needs.ranks, busy, 'full')}"
+    if needs.verdict.bound is Bound.BARRIER:
         yield (
             "              even loads come before more ranks: `balanceroute audit` tells what a policy "
             "recovers"
@@ -85,11 +85,11 @@ def _targets(slo: Slo) -> str:
     return " and ".join(f"{name} <= {most:g} s" for name, most in named if most < inf)
 
 
-def as_json(told: Needs) -> dict[str, object]:
+def as_json(needs: Needs) -> dict[str, object]:
     return {
-        "bound": told.verdict.bound.value,
-        "prefillers": asdict(told.prefillers),
-        "ranks": asdict(told.ranks),
+        "bound": needs.verdict.bound.value,
+        "prefillers": asdict(needs.prefillers),
+        "ranks": asdict(needs.ranks),
     }
 
 
@@ -165,8 +165,8 @@ def read_proxy_page(page: bytes, time_s: float) -> tuple[Look, int]:
                     prefill[sample.labels["name"]] = RankPage(running=value)
                 for field, metric in _RANK.items():
                     if name == metric:
-                        told = decode.setdefault(sample.labels["name"], RankPage())
-                        setattr(told, field, value)
+                        rank_page = decode.setdefault(sample.labels["name"], RankPage())
+                        setattr(rank_page, field, value)
     except (ValueError, KeyError) as error:
         raise PageError(f"not a page of the proxy's metrics: {error}") from error
     if not decode or not batch or any(one.kv_tokens is None for one in decode.values()):
@@ -174,10 +174,10 @@ def read_proxy_page(page: bytes, time_s: float) -> tuple[Look, int]:
             "not a page of the proxy's metrics: it tells no ranks (balanceroute_rank_..)"
         )
     pooled, queued = waiting.get("pooled", 0.0), waiting.get("queued", 0.0)
-    if not all(told.running for told in prefill.values()):
+    if not all(rank_page.running for rank_page in prefill.values()):
         pooled, queued = pooled + queued, 0.0
-    for told in decode.values():
-        told.waiting = pooled / len(decode)
-    for told in prefill.values():
-        told.waiting = queued / len(prefill)
+    for rank_page in decode.values():
+        rank_page.waiting = pooled / len(decode)
+    for rank_page in prefill.values():
+        rank_page.waiting = queued / len(prefill)
     return Look(time_s, decode, prefill), batch

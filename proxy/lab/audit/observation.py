@@ -111,20 +111,20 @@ def pages_of(samples: Iterable[PageSample]) -> dict[str, RankPage]:
         if not isfinite(sample.value):
             continue
         rank = next((sample.labels[x] for x in _RANK_LABELS if x in sample.labels), "0")
-        told = ranks.setdefault(rank, RankPage())
+        page = ranks.setdefault(rank, RankPage())
         if sample.name == _CAPACITY:
             capacity[rank] = _capacity(sample.labels)
-        elif not _take_length(told, sample.name, sample.labels, checked(sample.name, sample.value)):
+        elif not _take_length(page, sample.name, sample.labels, checked(sample.name, sample.value)):
             values.setdefault(rank, {})[sample.name] = sample.value
-    for rank, told in ranks.items():
+    for rank, page in ranks.items():
         found = values.get(rank, {})
-        told.running, told.waiting = _first(found, "running"), _first(found, "waiting")
-        told.generated, told.kv_tokens = _first(found, "generated"), _first(found, "kv_tokens")
+        page.running, page.waiting = _first(found, "running"), _first(found, "waiting")
+        page.generated, page.kv_tokens = _first(found, "generated"), _first(found, "kv_tokens")
         usage = _first(found, "usage")
         size = capacity.get(rank)
-        if told.kv_tokens is None and usage is not None and size is not None:
-            told.kv_tokens = usage * size
-    if not ranks or any(told.running is None for told in ranks.values()):
+        if page.kv_tokens is None and usage is not None and size is not None:
+            page.kv_tokens = usage * size
+    if not ranks or any(page.running is None for page in ranks.values()):
         raise PageError("neither vLLM's nor SGLang's metrics")
     return ranks
 
@@ -148,10 +148,10 @@ def _capacity(labels: dict[str, str]) -> float | None:
     return float(blocks) * float(size) if blocks.isdecimal() and size.isdecimal() else None
 
 
-def _take_length(told: RankPage, name: str, labels: dict[str, str], value: float) -> bool:
+def _take_length(page: RankPage, name: str, labels: dict[str, str], value: float) -> bool:
     for kind, family in _HISTOGRAMS.items():
         if name.startswith(family):
-            lengths: LengthSums = getattr(told, kind)
+            lengths: LengthSums = getattr(page, kind)
             if name == f"{family}_bucket":
                 lengths.counts[float(labels["le"])] = value
             elif name == f"{family}_sum":
@@ -191,10 +191,10 @@ def fit_looks(
     # Not a number where nothing ran, or an engine does not tell its tokens or counts anew. So is the window.
     steps = np.full(len(tokens), np.nan)
     np.divide(tokens, at_work, out=steps, where=(at_work > 0) & (tokens >= 0))
-    told = steps[steps >= 0]
-    if not told.any():
+    known_steps = steps[steps >= 0]
+    if not known_steps.any():
         return None
-    looks = min(len(steps), int(np.ceil(_WINDOW_STEPS / told.mean())))
+    looks = min(len(steps), int(np.ceil(_WINDOW_STEPS / known_steps.mean())))
     of_time, of_steps, of_peaks = (
         np.convolve(values, np.ones(looks), "valid")
         for values in (seconds, steps, steps * (peaks[1:] + peaks[:-1]) / 2)
@@ -211,7 +211,7 @@ def fit_looks(
 MIN_SAMPLES = 20
 _PARTS = 10
 _FIGURES = ("running", "waiting", "kv_tokens", "generated")
-_UNTOLD = {
+_MISSING = {
     "kv_tokens": "tells neither its KV tokens in use nor its capacity "
     "(vllm:cache_config_info, sglang:num_used_tokens)",
     "generated": "does not tell the tokens that it generated "
@@ -298,9 +298,9 @@ def observe(
             f"{len(looks)} looks at all engines are too few, {MIN_SAMPLES} the least: more --minutes"
         )
     ranks = tuple(looks[0].decode)
-    loads = _told_by_all(looks, ranks, "kv_tokens")
+    loads = _complete(looks, ranks, "kv_tokens")
     running = _series(looks, ranks, "running")
-    generated = _counted((_told_by_all if outputs_known else _series)(looks, ranks, "generated"))
+    generated = _counted((_complete if outputs_known else _series)(looks, ranks, "generated"))
     peaks = loads.max(axis=1)
     if not peaks.any():
         raise ConfigError("nothing was decoded meanwhile")
@@ -341,11 +341,11 @@ def observe(
     )
 
 
-def _told_by_all(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[np.float64]:
+def _complete(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[np.float64]:
     found = _series(looks, ranks, what)
     silent = np.isnan(found).any(axis=0)
     if silent.any():
-        raise ConfigError(f"{ranks[int(silent.argmax())]} {_UNTOLD[what]}")
+        raise ConfigError(f"{ranks[int(silent.argmax())]} {_MISSING[what]}")
     return found
 
 
@@ -363,15 +363,15 @@ def _series(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[n
 
 def _whole(looks: Sequence[Look]) -> Sequence[Look]:
     """Leave out looks in which a rank does not tell what it tells in others, as while it starts."""
-    told: dict[str, set[str]] = {}
+    figures: dict[str, set[str]] = {}
     for look in looks:
         for name, page in (*look.prefill.items(), *look.decode.items()):
-            told.setdefault(name, set()).update(_figures_of(page))
+            figures.setdefault(name, set()).update(_figures_of(page))
     return [
         look
         for look in looks
         if all(
-            _figures_of(page) == told[name]
+            _figures_of(page) == figures[name]
             for name, page in (*look.prefill.items(), *look.decode.items())
         )
     ]
@@ -426,8 +426,8 @@ def _ended(looks: Sequence[Look], ranks: Sequence[str], what: str) -> LengthSums
     result = LengthSums()
     pages = [{**look.prefill, **look.decode} for look in looks]
     for name in ranks:
-        told: list[LengthSums] = [getattr(page[name], what) for page in pages]
-        for before, after in pairwise(told):
+        lengths: list[LengthSums] = [getattr(page[name], what) for page in pages]
+        for before, after in pairwise(lengths):
             # All begins anew with a restart, so that what a bucket lost tells it of the others, too.
             anew = after.total < before.total or any(
                 count < before.counts.get(bound, 0.0) for bound, count in after.counts.items()
@@ -500,9 +500,9 @@ class AuditedEngines(Watcher):
     async def _look(self, urls: Mapping[str, str]) -> dict[str, RankPage]:
         pages = await asyncio.gather(*(self._page(*one) for one in urls.items()))
         return {
-            url if len(page) == 1 else f"{url}@{rank}": told
+            url if len(page) == 1 else f"{url}@{rank}": one
             for url, page in zip(urls, pages, strict=True)
-            for rank, told in page.items()
+            for rank, one in page.items()
         }
 
     async def _page(self, url: str, at: str) -> dict[str, RankPage]:

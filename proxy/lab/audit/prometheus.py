@@ -77,10 +77,10 @@ async def looks_of(
             at = found.setdefault(time_s, {}).setdefault(instance, [])
             at.append(PageSample(name, labels, float(value)))
     looks, fault = list[Look](), None
-    for time_s, told in sorted(found.items()):
-        if told.keys() >= set(instances.values()):
+    for time_s, seen in sorted(found.items()):
+        if seen.keys() >= set(instances.values()):
             try:
-                ranks = _ranks(decode, instances, told), _ranks(prefill, instances, told)
+                ranks = _ranks(decode, instances, seen), _ranks(prefill, instances, seen)
             except ConfigError as error:
                 # An engine that has just started does not tell all yet.
                 fault = error
@@ -112,13 +112,13 @@ async def _query(
     except UnansweredError as error:
         raise ConfigError(f"--prometheus: {server}: {error}") from None
     try:
-        told = msgspec.json.decode(answer.body, type=_Answer)
+        reply = msgspec.json.decode(answer.body, type=_Answer)
     except (ValueError, RecursionError):
         reason = f"status {answer.status}, and no answer of Prometheus"
         raise ConfigError(f"--prometheus: {server}: {reason}") from None
-    if told.data is None:
-        raise ConfigError(f"--prometheus: {server}: {told.error or told.status}")
-    return told.data.result
+    if reply.data is None:
+        raise ConfigError(f"--prometheus: {server}: {reply.error or reply.status}")
+    return reply.data.result
 
 
 def _any_of(words: Iterable[str], end: str = "") -> str:
@@ -145,12 +145,12 @@ def _instance(url: str) -> str:
 
 
 def _ranks(
-    urls: Sequence[str], instances: dict[str, str], told: dict[str, list[PageSample]]
+    urls: Sequence[str], instances: dict[str, str], samples: dict[str, list[PageSample]]
 ) -> dict[str, RankPage]:
     ranks: dict[str, RankPage] = {}
     for url in urls:
         try:
-            page = pages_of(told[instances[url]])
+            page = pages_of(samples[instances[url]])
         except PageError as error:
             raise ConfigError(f"--prometheus: {instances[url]}: {error}") from None
         for rank, one in page.items():

@@ -155,10 +155,10 @@ def _distance(seen: Observation, one: PolicyResult) -> float:
 
 def _in_flight(seen: Observation) -> int:
     """Return how many requests are under way, as far as the engines tell."""
-    told = max(1, round(seen.running + seen.waiting + seen.prefilling))
+    in_engines = max(1, round(seen.running + seen.waiting + seen.prefilling))
     # Full engines in which nothing waits: then it waits in the router.
     waits_elsewhere = seen.saturated and seen.waiting + seen.prefilling < 1.0
-    return seen.batch * len(seen.ranks) + _UNSEEN if waits_elsewhere else told
+    return seen.batch * len(seen.ranks) + _UNSEEN if waits_elsewhere else in_engines
 
 
 def _deployment(seen: Observation, base_ms: float, us_per_token: float) -> SimulatedDeployment:

@@ -141,8 +141,8 @@ def write_plots(audit: "Audit", directory: Path) -> list[Path]:
 
 def _draw(audit: "Audit") -> "Figure":
     seen = audit.seen
-    told = f"{seen.prefillers} prefillers, {len(seen.ranks)} ranks of {seen.batch} slots"
-    figure = empty_figure(_WIDTH_INCHES, 6.4, f"Bound by: {audit.verdict.bound.value}", [told])
+    fleet = f"{seen.prefillers} prefillers, {len(seen.ranks)} ranks of {seen.batch} slots"
+    figure = empty_figure(_WIDTH_INCHES, 6.4, f"Bound by: {audit.verdict.bound.value}", [fleet])
     upper, lower = figure.subplots(2, 1)
     _draw_loads(upper, seen)
     if audit.recovery is None:

@@ -77,7 +77,7 @@ class Barrier:
         self._timer: asyncio.Handle | None = None
         self._step_end_s = 0.0
         self._step_ns = 0
-        self._holding: set[int] = set()
+        self._blocking: set[int] = set()
 
     @property
     def loads(self) -> list[int]:
@@ -98,11 +98,11 @@ class Barrier:
         """Have ranks do nothing more; if they hold the barrier, no other rank ends its step either."""
         self._fleet.frozen.update(ranks)
         if holds:
-            self._holding.update(ranks)
+            self._blocking.update(ranks)
 
     def thaw(self, ranks: Collection[int]) -> None:
         self._fleet.frozen.difference_update(ranks)
-        self._holding.difference_update(ranks)
+        self._blocking.difference_update(ranks)
         if self._timer is None and self._sequences:
             self._timer = self._loop.call_soon(self._begin, self._loop.time())
 
@@ -162,7 +162,7 @@ class Barrier:
         self._timer = self._loop.call_at(self._step_end_s, self._end)
 
     def _end(self) -> None:
-        if self._holding:
+        if self._blocking:
             self._timer = self._loop.call_later(_LOOK_S, self._end)
             return
         late_s = self._loop.time() - self._step_end_s

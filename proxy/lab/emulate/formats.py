@@ -104,7 +104,7 @@ class ChatFormat(AnswerFormat):
 
     def _logprob(self, said: TokenLogprob) -> str:
         candidates = [(said.token, said.logprob)]
-        candidates += [(TOKEN_TEXTS[token], logprob) for token, logprob in said.others]
+        candidates += [(TOKEN_TEXTS[token], logprob) for token, logprob in said.alternatives]
         listed = candidates[: self._request.top_logprobs]
         top = ",".join(f"{{{_candidate(*pair)}}}" for pair in listed)
         return f'{{{_candidate(*candidates[0])},"top_logprobs":[{top}]}}'
@@ -225,7 +225,8 @@ class CompletionFormat(AnswerFormat):
             tokens.append(logprob.token)
             logprobs.append(logprob.logprob)
             top.append(
-                {logprob.token: logprob.logprob} | {TOKEN_TEXTS[i]: p for i, p in logprob.others}
+                {logprob.token: logprob.logprob}
+                | {TOKEN_TEXTS[i]: p for i, p in logprob.alternatives}
             )
         offsets: list[int] = []
         for token in tokens:
@@ -311,7 +312,7 @@ class TokenFormat(AnswerFormat):
             return "null"
         content = []
         for token, one in zip(token_ids, said, strict=False):
-            top = [(token, one.logprob), *one.others]
+            top = [(token, one.logprob), *one.alternatives]
             if self._output.text:
                 entry = _worded(one.token, one.logprob)
                 listed = [_worded(one.token if i == token else TOKEN_TEXTS[i], p) for i, p in top]

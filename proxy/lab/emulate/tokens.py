@@ -207,7 +207,7 @@ class TokenLogprob:
     token: str
     logprob: float  # Natural logarithm of its probability.
     # Ids of further candidates, most likely first, with theirs.
-    others: tuple[tuple[int, float], ...]
+    alternatives: tuple[tuple[int, float], ...]
 
 
 class Sampler:
@@ -243,11 +243,11 @@ class Sampler:
         draw = self.draw
         logprob = -((draw >> 64 & _MASK) % 4096) * _LOGPROB_QUANTUM
         base = draw >> 96
-        others = tuple(
+        alternatives = tuple(
             ((base + i * _STRIDE) % VOCABULARY_SIZE, logprob - i * _LOGPROB_GAP)
             for i in range(1, candidates)
         )
-        return TokenLogprob(said or EOS_WORD, logprob, others)
+        return TokenLogprob(said or EOS_WORD, logprob, alternatives)
 
 
 def prompt_logprobs(tokens: list[int], words: list[str], candidates: int) -> list[object]:
@@ -258,7 +258,7 @@ def prompt_logprobs(tokens: list[int], words: list[str], candidates: int) -> lis
         sampler.force(token)
         said = sampler.logprob(word, candidates)
         entry = {str(token): _ranked(said.logprob, 1, word)}
-        for rank, (other, logprob) in enumerate(said.others, start=2):
+        for rank, (other, logprob) in enumerate(said.alternatives, start=2):
             entry.setdefault(str(other), _ranked(logprob, rank, TOKEN_TEXTS[other]))
         entries.append(entry if entries else None)
     return entries

@@ -176,8 +176,8 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
 def _error(error: Mapping[str, Any]) -> object:
     kind = "invalid_request_error" if error["code"] < 500 else "server_error"
     found = error["code"] != _NOT_FOUND
-    told = {"message": error["message"], "type": kind, "param": error.get("param")}
-    return {"error": told | {"code": kind if found else "model_not_found"}}
+    body = {"message": error["message"], "type": kind, "param": error.get("param")}
+    return {"error": body | {"code": kind if found else "model_not_found"}}
 
 
 def _without_nulls(members: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,9 +129,9 @@ class AnswerReader:
             usage = response.get("usage")
         if isinstance(usage, dict):
             output = usage.get("output_tokens")
-            told = [usage.get(name) for name in _INPUT_TOKENS]
+            counts = [usage.get(name) for name in _INPUT_TOKENS]
             self.completion_tokens = output if isinstance(output, int) else None
-            self.prompt_tokens = sum(one for one in told if isinstance(one, int))
+            self.prompt_tokens = sum(one for one in counts if isinstance(one, int))
         if kind == "message_delta" and isinstance(delta, dict):
             reason = delta.get("stop_reason")
             self.finish_reason = reason if isinstance(reason, str) else "abort"

@@ -318,7 +318,7 @@ class SimulatedDeployment:
         return tuple(self.engines.batches_of(self.ranks, self.batch_limit))
 
     @property
-    def told_speeds(self) -> tuple[float, ...] | None:
+    def known_speeds(self) -> tuple[float, ...] | None:
         """The speeds of the ranks as the scheduler knows them; None if they are equal for it."""
         speeds = self.engines.speeds_of(self.ranks) if self.speeds_known else None
         return None if speeds is None else tuple(speeds)
@@ -610,7 +610,7 @@ class Simulation:
         for request in self._first_tokens:
             if not self.scheduler.requests[request].started:
                 self._feed(DecodeStarted(request))
-        self._tell_progress(emissions, now_ns - self._step_began_ns)
+        self._feed_progress(emissions, now_ns - self._step_began_ns)
         for request in self._first_tokens:
             if emissions.get(request, 1):
                 self.recorder.first_token(request, now_ns)
@@ -638,7 +638,7 @@ class Simulation:
             self._undecided = True
             self._on_finished(len(finished))
 
-    def _tell_progress(self, emissions: dict[RequestId, int], duration_ns: int) -> None:
+    def _feed_progress(self, emissions: dict[RequestId, int], duration_ns: int) -> None:
         """Bring the ledger forward: by the usual tokens at once, by each request's others singly.
 
         The live proxy's step clock does the same, with a tolerance.
@@ -667,5 +667,5 @@ def _scheduler_config(deployment: SimulatedDeployment) -> SchedulerConfig:
         prefillers=1 if prefill is None else prefill.servers,
         probe_limit=None if prefill is None else deployment.probe_limit,
         rank_batch_limits=deployment.rank_batch_limits,
-        rank_speeds=deployment.told_speeds,
+        rank_speeds=deployment.known_speeds,
     )

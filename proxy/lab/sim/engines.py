@@ -157,14 +157,14 @@ def paused(
         if heaviest - sum(loads) / len(loads) < pause_above * heaviest:
             break
         rank = loads.index(heaviest)
-        others = max((load for one, load in enumerate(loads) if one != rank), default=0.0)
+        second = max((load for one, load in enumerate(loads) if one != rank), default=0.0)
         # The largest one that does not bring the rank below the second heaviest frees most; a larger
         # one frees no more. So the best is the smallest of those that reach it, or else the largest.
         batch = active[rank]
-        reach = [one for one in batch if heaviest - batch[one] <= others]
+        reach = [one for one in batch if heaviest - batch[one] <= second]
         best = min(reach, key=batch.__getitem__) if reach else max(batch, key=batch.__getitem__)
         before_ns = step_base_ns + step_ns_per_token * heaviest
-        after_ns = step_base_ns + step_ns_per_token * max(heaviest - batch[best], others)
+        after_ns = step_base_ns + step_ns_per_token * max(heaviest - batch[best], second)
         if (running - 1) / after_ns <= running / before_ns:
             break
         loads[rank] -= batch.pop(best)
