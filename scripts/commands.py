@@ -20,10 +20,10 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Shows a description as it is, and the default of each flag that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        told = action.help or ""
-        if "default" in told or action.default in (None, False, argparse.SUPPRESS):
+        text = action.help or ""
+        if "default" in text or action.default in (None, False, argparse.SUPPRESS):
             return action.help
-        return f"{told} (default: %(default)s)".strip()
+        return f"{text} (default: %(default)s)".strip()
 
 
 def main(program: str, commands: Mapping[str, str]) -> int:

@@ -253,13 +253,13 @@ def decoder_deaths(parser: argparse.ArgumentParser, words: Sequence[str]) -> int
     given = parser.parse_args(words)
     if given.freeze is not None:
         frozen = freeze_ranks(given.seed, seconds=given.freeze, resume=given.resume)
-        return _told(frozen, frozen.missed, frozen.false, frozen.wrong, [frozen.left])
+        return _report(frozen, frozen.missed, frozen.false, frozen.wrong, [frozen.left])
     options = {name: getattr(given, name) for name in ("requests", "resume", "agents", "dp_size")}
     died = kill_decoders(given.seed, **options)
-    return _told(died, died.wrong, [died.held])
+    return _report(died, died.wrong, [died.held])
 
 
-def _told(found: Deaths | Freezes, *wrong: list[Any]) -> int:
+def _report(found: Deaths | Freezes, *wrong: list[Any]) -> int:
     """Print each figure of what was found; return 1 if any of those that are wrong is not nothing."""
     for one in fields(found):
         value = getattr(found, one.name)

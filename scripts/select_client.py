@@ -26,7 +26,7 @@ import httpx
 FOR_A_RANK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
-TOLD_EVERY = 16  # Tokens of an answer between two words to the service.
+REPORT_EVERY = 16  # Tokens of an answer between two words to the service.
 RETRIES = 3  # Of what the service asks to be sent again.
 
 
@@ -47,14 +47,14 @@ class Router:
         self._client, self._service = client, service.rstrip("/")
         self._headers = {"authorization": f"Bearer {key}"}
 
-    async def tell(self, method: str, path: str, told: dict[str, Any], tries: int = 1) -> Any:
+    async def call(self, method: str, path: str, body: dict[str, Any], tries: int = 1) -> Any:
         """Return what the service says; with more `tries`, wait as long as it asks. Raises RefusedError."""
         answer = await self._client.request(
-            method, self._service + path, json=told, headers=self._headers
+            method, self._service + path, json=body, headers=self._headers
         )
         if answer.status_code in (429, 503) and tries > 1:
             await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
-            return await self.tell(method, path, told, tries - 1)
+            return await self.call(method, path, body, tries - 1)
         if answer.is_error:
             raise RefusedError(f"{answer.status_code}: {answer.json()['error']}")
         return answer.json()
@@ -71,7 +71,7 @@ class Router:
         # Who has no tokenizer estimates; the prefiller counts.
         asked: dict[str, Any] = {"isl_tokens": max(1, len(prompt) // 4), "max_tokens": max_tokens}
         asked["selection_id"] = name
-        found = await self.tell("POST", "/select_and_reserve", asked, RETRIES)
+        found = await self.call("POST", "/select_and_reserve", asked, RETRIES)
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         failed: dict[str, str] = {}
         try:
@@ -80,19 +80,19 @@ class Router:
                 sent_s = time.monotonic()
                 kept, tokens = await self._prefill(found["endpoint"], name, body)
                 # This is the wait for a rank.
-                rank = await self.tell("POST", f"{here}/prefill_complete", {"isl_tokens": tokens})
+                rank = await self.call("POST", f"{here}/prefill_complete", {"isl_tokens": tokens})
                 refuse_late(time.monotonic() - sent_s, found)
                 body["kv_transfer_params"] = kept
             async for piece in self._decode(rank, name, body):
                 ended["output_tokens"] += 1
-                if ended["output_tokens"] % TOLD_EVERY == 0:
-                    await self.tell("POST", f"{here}/output_block", ended)
+                if ended["output_tokens"] % REPORT_EVERY == 0:
+                    await self.call("POST", f"{here}/output_block", ended)
                 yield piece
         except Exception as error:
             failed = {"failed": repr(error)[:200]}
             raise
         finally:
-            await self.tell("DELETE", here, ended | failed)
+            await self.call("DELETE", here, ended | failed)
 
     async def _prefill(
         self, endpoint: str, name: str, body: dict[str, Any]
@@ -127,7 +127,7 @@ async def run(given: argparse.Namespace) -> int:
         router = Router(client, given.service, given.key_file.read_text().split()[0])
         if given.loads:
             tokens = {"isl_tokens": max(1, len(given.prompt) // 4)}
-            for row in await router.tell("POST", "/potential_loads", tokens):
+            for row in await router.call("POST", "/potential_loads", tokens):
                 print(json.dumps(row), file=sys.stderr)
 
         async def answer() -> str:

@@ -341,7 +341,7 @@ def test_a_cell_with_fewer_ranks_is_sent_less_by_who_looks() -> None:
 
 
 SCORE_CLAIMS = {
-    f"{one.clients}-{one.rule}-{one.told}": one
+    f"{one.clients}-{one.rule}-{one.claimed}": one
     for one in script("reproduce.scores").CLAIMS
     if one.sign
 }
@@ -562,7 +562,7 @@ def test_what_vllm_tells_otherwise_when_it_lags_is_no_difference() -> None:
     last = event("response.completed", 0)
     delta = "response.function_call_arguments.delta"
     told = [
-        agents.told(f"{event(delta, json.dumps(one))}\n\n{last}", stream=True)[0]["delta"]
+        agents.parts_of(f"{event(delta, json.dumps(one))}\n\n{last}", stream=True)[0]["delta"]
         for one in ('{"a": "\x07"}', '{"a": "\x07"}}', '{"a": "b"}}')
     ]
     assert told == ['{"a": "\x07"}', '{"a": "\x07"}', '{"a": "b"}}']

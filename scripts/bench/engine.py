@@ -118,9 +118,9 @@ class Rank:
 
     def _send(self, stream: Stream, number: int) -> None:
         last = number + 1 == stream.tokens
-        told = _USAGE % (17 + number, 1 + number) if stream.usage else b""
+        usage = _USAGE % (17 + number, 1 + number) if stream.usage else b""
         finish = b'"length"' if last else b"null"
-        event = _EVENT % (number, time.monotonic_ns(), finish, told)
+        event = _EVENT % (number, time.monotonic_ns(), finish, usage)
         chunk = b"%x\r\n%b\r\n" % (len(event), event)
         if last and stream.usage:
             total = _TOTAL % (17 + number, 1 + number)

@@ -81,7 +81,7 @@ def measure(load: Load, target: Target) -> dict[str, Any]:
     pid = target.pid
     before_s = 0.0 if pid is None else cpu_s(pid)
     client = [sys.executable, str(ROOT / "scripts" / "bench" / "client.py")]
-    client += ["--port", str(target.port), *map(str, target.others), *load.flags]
+    client += ["--port", str(target.port), *map(str, target.more_ports), *load.flags]
     result = subprocess.run(client, capture_output=True, text=True, check=True, timeout=_CLIENT_S)
     figures = json.loads(result.stdout)
     row = {
@@ -174,8 +174,8 @@ def proxy(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     repeats = 2 if arguments.quick else arguments.repeats
     plan = [load for load in loads(quick=arguments.quick) if arguments.only in load.name]
     cores = sorted(os.sched_getaffinity(0))
-    own, others = (cores[:1], cores[1:]) if arguments.pin else (cores, cores)
-    if not others:
+    own, rest = (cores[:1], cores[1:]) if arguments.pin else (cores, cores)
+    if not rest:
         parser.error("--pin needs two cores")
     if not plan:
         parser.error(f"no load has {arguments.only} in its name")
@@ -187,7 +187,7 @@ def proxy(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     with ExitStack() as stack:
         run = stack.enter_context
         logs = Path(run(tempfile.TemporaryDirectory(prefix="bench-proxy-")))
-        run(on_cores(others))
+        run(on_cores(rest))
         behind = run(engine(arguments.step_ms, ranks=arguments.ranks, slots=arguments.slots))
         with on_cores(own):
             found = [run(balanceroute(OURS, flags, behind, logs / "0"))]

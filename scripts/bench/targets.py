@@ -108,7 +108,7 @@ class Target:
     name: str  # For the table.
     port: int  # Where it listens.
     pid: int | None  # Of its process; None for the engine itself.
-    others: tuple[int, ...] = ()  # Ports that have equal shares of the load with the first.
+    more_ports: tuple[int, ...] = ()  # Ports that have equal shares of the load with the first.
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,8 @@ class Engine:
     @property
     def direct(self) -> "Target":
         """Its ranks as a target, with equal shares of the load."""
-        first, *others = self.decode
-        return Target(DIRECT, first, None, tuple(others))
+        first, *more_ports = self.decode
+        return Target(DIRECT, first, None, tuple(more_ports))
 
 
 def _url(port: int) -> str:

@@ -213,7 +213,7 @@ def check_agents(url: str, engine_url: str, model: str, **members: Any) -> Itera
             assert ours.status_code == theirs.status_code, said
             assert members or ours.status_code == wire.status, said
             stream = ours.status_code == 200 and wire.body.get("stream") is True
-            found = [told(one.text, stream=stream) for one in (ours, theirs)]
+            found = [parts_of(one.text, stream=stream) for one in (ours, theirs)]
             assert alike(*found), said
         except (AssertionError, httpx.HTTPError) as error:
             fault = str(error)
@@ -336,7 +336,7 @@ def same(path: str, ours: Any, theirs: Any, *, stream: bool) -> None:
         ids = [ids_of(answer) for answer in (ours, theirs)] if path == GENERATE else []
         assert ids[:1] == ids[1:], ids
         return
-    one, other = (told(answer, stream=stream) for answer in (ours, theirs))
+    one, other = (parts_of(answer, stream=stream) for answer in (ours, theirs))
     for mine, its in zip(one, other, strict=False):
         assert alike(mine, its), f"{mine} where {its} belongs"
     assert len(one) == len(other), f"{len(one)} events for {len(other)}"
@@ -361,7 +361,7 @@ def compare_all(
     assert not wrong, f"{len(wrong)} of {len(asked)} differ: {wrong[0]}"
 
 
-def told(answer: str, *, stream: bool) -> list[Any]:
+def parts_of(answer: str, *, stream: bool) -> list[Any]:
     """Return what an answer tells, in order, without what two right ones differ in.
 
     Pieces of one text are joined: a server that lags puts several tokens into one event. If the last token
@@ -468,8 +468,8 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     # Of half a character vLLM tells log-probabilities only if its other half is in the same event.
-    told = (one for one in value if not isinstance(one, Mapping) or one.get("token") != "")
-    return [_plain(one) for one in told]
+    entries = (one for one in value if not isinstance(one, Mapping) or one.get("token") != "")
+    return [_plain(one) for one in entries]
 
 
 # What must hold of the APIs that agents speak, through prefill and decode legs.

@@ -41,10 +41,10 @@ from checks.fleet import (
     Fleet,
     Order,
     free_port,
+    json_of,
     nixl_order,
     prepare,
     running,
-    told_by,
 )
 from experiment import MOONCAKE, ROOT, requests_of, right, table_head, table_row
 
@@ -160,9 +160,9 @@ async def closed_loop(url: str, workload: Workload, first: int, seconds: float) 
         for task in tasks:
             task.cancel()
         # What they are told while they are cancelled does not count.
-        told = replace(outcome)
+        unchanged = replace(outcome)
         await asyncio.gather(*tasks, return_exceptions=True)
-    return told
+    return unchanged
 
 
 async def warm(engines: Sequence[Engine], workload: Workload) -> None:
@@ -385,7 +385,7 @@ def simulate(
     found: Sequence[Run], workload: Workload, line: Line, folder: Path
 ) -> dict[str, list[dict[str, float]]]:
     """Return the simulator's figures of each policy, for the requests of its runs."""
-    told: dict[str, list[dict[str, float]]] = {one.policy: [] for one in found}
+    by_policy: dict[str, list[dict[str, float]]] = {one.policy: [] for one in found}
     for first in sorted({one.first for one in found}):
         sent = {one.policy: one.outcome.sent for one in found if one.first == first}
         names = {policy: RULES.get(policy, policy).replace("_", "-") for policy in sent}
@@ -395,11 +395,11 @@ def simulate(
         words += f" --batch {SLOTS} --step-base-ms {1e3 * line.base_s:.4f}"
         words += f" --step-us-per-token {1e6 * line.token_s:.4f}"
         words += f" --policy {','.join(sorted(set(names.values())))}"
-        report = told_by(*words.split(), into=folder / f"{first}.json")
+        report = json_of(*words.split(), into=folder / f"{first}.json")
         rows = {row["policy"]: row for row in report["results"]}
         for policy, name in names.items():
-            told[policy].append({"first": first} | rows[name])
-    return told
+            by_policy[policy].append({"first": first} | rows[name])
+    return by_policy
 
 
 # The page.
@@ -413,15 +413,17 @@ def middle(values: Sequence[float], digits: int) -> str:
     return f"{median(values):.{digits}f} ({least} to {most})"
 
 
-def table_of(found: Sequence[Run], told: dict[str, list[dict[str, float]]], line: Line) -> str:
+def table_of(found: Sequence[Run], by_policy: dict[str, list[dict[str, float]]], line: Line) -> str:
     """Return the table of the policies; outputs are relative to the first one's with the same requests."""
     headings = ["runs", "steps", "idle %", "simulated", "by processor time", "of perfect balance %"]
     headings += ["empty slots %", "steps until refilled"]
     headings += [f"output, x {found[0].policy}", "simulated", "by the clock"]
     lines = [table_head("policy", *right([*headings, "whole answers"]))]
     bases = {one.first: one.steps for one in found if one.policy == found[0].policy}
-    simulated = {int(row["first"]): row["output_tokens_per_s"] for row in told[found[0].policy]}
-    for policy, rows in told.items():
+    simulated = {
+        int(row["first"]): row["output_tokens_per_s"] for row in by_policy[found[0].policy]
+    }
+    for policy, rows in by_policy.items():
         own = [one for one in found if one.policy == policy]
         steps = [one.steps for one in own]
         pairs = [(one.steps, bases[one.first]) for one in own if one.first in bases]
@@ -469,18 +471,18 @@ def fits_of(found: Sequence[Run]) -> tuple[Line, str]:
     return fits["processor time"], "\n".join(lines)
 
 
-def draw(found: Sequence[Run], told: dict[str, list[dict[str, float]]]) -> "Figure":
+def draw(found: Sequence[Run], by_policy: dict[str, list[dict[str, float]]]) -> "Figure":
     """Return the picture of the idle shares: each run, their median, and what is simulated."""
     about = ["Each dot is a run on real vLLM engines, a bar the median, a cross what is simulated."]
-    figure = empty_figure(7.0, 0.8 + 0.38 * len(told), "Rank time lost at the barrier", about)
+    figure = empty_figure(7.0, 0.8 + 0.38 * len(by_policy), "Rank time lost at the barrier", about)
     axes = figure.subplots()
-    for place, (policy, rows) in enumerate(told.items()):
+    for place, (policy, rows) in enumerate(by_policy.items()):
         idle = [100 * one.steps.idle for one in found if one.policy == policy]
         axes.barh(place, median(idle), height=0.62, color="#b4b9c0")
         axes.plot(idle, [place] * len(idle), "o", color=INK, markersize=3)
         simulated = median(100 * row["idle_fraction"] for row in rows)
         axes.plot(simulated, place, "x", color="#c0392b", markersize=8, markeredgewidth=2)
-    axes.set_yticks(range(len(told)), list(told))
+    axes.set_yticks(range(len(by_policy)), list(by_policy))
     axes.invert_yaxis()
     axes.set_xlim(0)
     axes.set_xlabel("idle %", color=SOFT)
@@ -489,7 +491,7 @@ def draw(found: Sequence[Run], told: dict[str, list[dict[str, float]]]) -> "Figu
 
 def page_of(
     found: Sequence[Run],
-    told: dict[str, list[dict[str, float]]],
+    by_policy: dict[str, list[dict[str, float]]],
     line: Line,
     fits: str,
     command: str,
@@ -510,7 +512,7 @@ second. *Simulated* are the same requests by `balanceroute simulate` with the fi
 {OTHER.package.rpartition("=")[2]} runs in PD mode with `round_robin` or the rule in its name, and holds nothing back;
 simulated is that rule. Figures are medians over runs, with the least and the most.
 
-{table_of(found, told, line)}
+{table_of(found, by_policy, line)}
 
 ![Idle shares of the policies, measured and simulated](../img/real_balance.png)
 
@@ -570,12 +572,12 @@ def balance(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
                     add_run(arguments.add, run)
         found.sort(key=lambda one: KNOWN.index(one.policy))
         line, fits = fits_of(found)
-        told = simulate(found, workload, line, folder)
+        by_policy = simulate(found, workload, line, folder)
     asked = [one for one in words if one not in ("--write", "--no-runs")]
     command = " ".join(["python scripts/checks balance", *asked])
-    page = page_of(found, told, line, fits, command)
+    page = page_of(found, by_policy, line, fits, command)
     print(page)
     if arguments.write:
         PAGE.write_text(page)
-        write_pictures({PAGE.stem: lambda: draw(found, told)}, PICTURES)
+        write_pictures({PAGE.stem: lambda: draw(found, by_policy)}, PICTURES)
     return int(any(one.outcome.wrong for one in found))

@@ -31,8 +31,8 @@ from checks.fleet import (
     Proxy,
     ask,
     completion,
+    json_of,
     metric,
-    told_by,
     until,
 )
 from checks.legs import TraceChecks
@@ -46,7 +46,7 @@ _P = PrefillerId(0)
 # Conversations of each route, and the lines of each turn: the first one has a block of text.
 _TALKS, _TURNS = 2, (60, 30, 30)
 # Of what the engine finds; the rest is in the last 2 KiB of a text, and in the template's last tokens.
-_LEAST_TOLD = 0.5
+_LEAST_KNOWN = 0.5
 _LINE = "def function_{0}(value): return value * {0}"
 _ROUTES: dict[Api, Callable[[list[str]], dict[str, Any]]] = {
     Api.CHAT: lambda said: {"messages": _messages(said), "max_tokens": 1},
@@ -62,7 +62,7 @@ class KvChecks(Checks):
     def check_events_tell_what_the_engine_finds(self) -> str:
         blocks, rng = EngineBlocks(BLOCK_TOKENS), random.Random(7)
         ask(self._prefiller.url, *completion(_prompt(rng, 0), max_tokens=1))  # Nobody listens yet.
-        with self._heard(blocks):
+        with self._following(blocks):
             until(lambda: blocks.blocks(_P) > 0, "what was published before is known")
             expected = asked = found = 0.0
             for _ in range(_PROMPTS):
@@ -71,21 +71,21 @@ class KvChecks(Checks):
                 more, hits = self._counted(*completion(prompt, max_tokens=1))
                 asked, found = asked + more, found + hits
                 until(partial(_is_whole, blocks, prompt), "a prompt's blocks are told")
-            told, truth = expected / asked, found / asked
+            share, truth = expected / asked, found / asked
             assert truth > 0.1, f"found {truth}"
-            assert abs(told - truth) <= _MOST_APART, f"expected {told}, found {truth}"
+            assert abs(share - truth) <= _MOST_APART, f"expected {share}, found {truth}"
             own = self._of_a_proxy(blocks.blocks(_P))
         return (
-            f"{100 * told:.1f} % expected, {100 * truth:.1f} % found of {asked:.0f} tokens; {own}"
+            f"{100 * share:.1f} % expected, {100 * truth:.1f} % found of {asked:.0f} tokens; {own}"
         )
 
     def check_events_tell_the_tokens_of_texts_on_every_route(self) -> str:
         blocks, rng = EngineBlocks(BLOCK_TOKENS), random.Random(8)
-        with self._heard(blocks):
+        with self._following(blocks):
             return "; ".join(self._of_texts(blocks, rng, api) for api in _ROUTES)
 
     def _of_texts(self, blocks: EngineBlocks, rng: random.Random, api: Api) -> str:
-        told = found = total = 0.0
+        reported = found = total = 0.0
         for _ in range(_TALKS):
             said = [f"{api.value} {rng.random()}"]
             for lines in _TURNS:
@@ -94,12 +94,12 @@ class KvChecks(Checks):
                 name, texts = _named(api, body)
                 known = BLOCK_TOKENS * blocks.leading(_P, blocks.texts.tokens(texts))
                 asked, had = self._counted(api.value, body, {"x-session-id": name})
-                until(partial(_is_told, blocks, texts), "the tokens of a text are told")
+                until(partial(_is_known, blocks, texts), "the tokens of a text are told")
                 # What is told is there; of the last piece of the text nothing is.
                 assert known <= had, f"{known} tokens told, {had} had"
-                told, found, total = told + known, found + had, total + asked
-        assert told > _LEAST_TOLD * found > 0, f"{api.value}: {told} of {found} tokens"
-        return f"{api.value} {told:.0f} of {found:.0f} cached (of {total:.0f})"
+                reported, found, total = reported + known, found + had, total + asked
+        assert reported > _LEAST_KNOWN * found > 0, f"{api.value}: {reported} of {found} tokens"
+        return f"{api.value} {reported:.0f} of {found:.0f} cached (of {total:.0f})"
 
     def _counted(
         self, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})
@@ -120,7 +120,7 @@ class KvChecks(Checks):
         return f"a proxy that comes later knows all {blocks} blocks"
 
     @contextmanager
-    def _heard(self, blocks: EngineBlocks) -> Iterator[None]:
+    def _following(self, blocks: EngineBlocks) -> Iterator[None]:
         """Follow the prefiller's events in a thread of its own."""
         events, replay = self._prefiller.kv_addresses
         feed, ended = KvFeed(blocks, _P, replays=True), threading.Event()
@@ -158,7 +158,7 @@ def _named(api: Api, values: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     return line.removeprefix("x-session-id: ").strip(), ticket.blocks
 
 
-def _is_told(blocks: EngineBlocks, texts: tuple[int, ...]) -> bool:
+def _is_known(blocks: EngineBlocks, texts: tuple[int, ...]) -> bool:
     return len(blocks.texts.tokens(texts[-1:])) > 0
 
 
@@ -398,17 +398,17 @@ class AuditChecks(Checks):
         command += ["--decode", *(engine.url for engine in self._fleet.decoders)]
         command += ["--minutes", str(_WATCHED_MINUTES), "--interval-s", "0.2"]
         with self._fleet.proxy("audited", "--policy", "jsq") as proxy, _busy(proxy):
-            told = told_by(*command, into=self._fleet.folder / "audit.json")
-        assert len(told["ranks"]) == len(self._fleet.decoders), told["ranks"]
-        assert 0.0 < told["idle_fraction"] < 1.0, told
-        assert told["output_tokens_per_s"] > 0.0, told
+            report = json_of(*command, into=self._fleet.folder / "audit.json")
+        assert len(report["ranks"]) == len(self._fleet.decoders), report["ranks"]
+        assert 0.0 < report["idle_fraction"] < 1.0, report
+        assert report["output_tokens_per_s"] > 0.0, report
         # Steps of two ranks on a busy CPU need not show what a token costs.
-        unknown = [] if told["fit"] is not None else ["step time"]
-        if told["recovery"] is None:
-            assert told["unknown"], told
-            unknown.append(f"what policies recover ({told['unknown'].partition(' (')[0]})")
+        unknown = [] if report["fit"] is not None else ["step time"]
+        if report["recovery"] is None:
+            assert report["unknown"], report
+            unknown.append(f"what policies recover ({report['unknown'].partition(' (')[0]})")
         return (
-            f"{told['looks']} looks, {told['idle_fraction']:.0%} idle, bound by {told['bound']}, "
+            f"{report['looks']} looks, {report['idle_fraction']:.0%} idle, bound by {report['bound']}, "
             f"unknown: {', '.join(unknown) or 'nothing'}"
         )
 

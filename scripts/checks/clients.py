@@ -267,9 +267,9 @@ def clients(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         engines = emulate_command(ENGINES)
         with (
             emulated(engines[engines.index("emulate") + 1 :]) as urls,
-            emulated(engines[engines.index("emulate") + 1 :]) as others,
+            emulated(engines[engines.index("emulate") + 1 :]) as strict_urls,
             before(urls, flags, folder / "proxy") as proxy,
-            before(others, [*strict_flags, *flags], folder / "strict") as strict,
+            before(strict_urls, [*strict_flags, *flags], folder / "strict") as strict,
         ):
             openai = (proxy.url, MODEL, proxy.admin_url, strict.url, KEY)
             engine = urls["prefill"][0]

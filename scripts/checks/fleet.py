@@ -429,8 +429,8 @@ class Proxy:
         """Return what the log says of a request that has ended."""
 
         def lines() -> list[dict[str, Any]]:
-            told = map(json.loads, self.log.read_text().splitlines())
-            return [line for line in told if line.get("request_id") == request_id]
+            records = map(json.loads, self.log.read_text().splitlines())
+            return [line for line in records if line.get("request_id") == request_id]
 
         until(lambda: bool(lines()), f"a line of request {request_id} in the log", limit_s=10.0)
         return lines()[0]
@@ -511,7 +511,7 @@ class Checks:
         return sum(engine.metric(SUCCESSES) for engine in self._fleet.decoders)
 
 
-def told_by(*words: str, into: Path, limit_s: float = 300.0) -> dict[str, Any]:
+def json_of(*words: str, into: Path, limit_s: float = 300.0) -> dict[str, Any]:
     """Run a command of `balanceroute` and return what it writes by `--json`."""
     command = [sys.executable, "-m", "balanceroute.proxy", *words, "--json", str(into)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
@@ -637,8 +637,8 @@ def _append(joined: dict[str, Any], choice: dict[str, Any]) -> None:
 def _logprobs(logprobs: dict[str, Any]) -> list[tuple[str, float]]:
     if "content" in logprobs:
         # Where token ids go in and out, a token may have its id alone.
-        told = logprobs["content"] or ()
-        return [(str(one.get("token", one.get("token_id"))), one["logprob"]) for one in told]
+        content = logprobs["content"] or ()
+        return [(str(one.get("token", one.get("token_id"))), one["logprob"]) for one in content]
     return list(zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True))
 
 

@@ -234,8 +234,8 @@ def over_chromium(program: Path, port: int, cert: Path, asked: Sequence[Asked]) 
         asked: What to send.
     """
     key = x509.load_pem_x509_certificate(cert.read_bytes()).public_key()
-    told = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    trusted = base64.b64encode(hashlib.sha256(told).digest()).decode()
+    encoded = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    trusted = base64.b64encode(hashlib.sha256(encoded).digest()).decode()
     requests = [
         {
             "headers": {name.decode(): value.decode() for name, value in headers_of(one)},

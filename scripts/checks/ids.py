@@ -254,7 +254,7 @@ def _may_be_cut(streams: list[Streaming]) -> bool:
 def _offsets(events: list[dict[str, Any]]) -> list[int]:
     """Return the offsets that a completion's log-probabilities tell."""
     logprobs = [choice.get("logprobs") or {} for event in events for choice in event["choices"]]
-    return [offset for told in logprobs for offset in told.get("text_offset", ())]
+    return [offset for logprob in logprobs for offset in logprob.get("text_offset", ())]
 
 
 # What must hold beside an engine whose KV cache does not fit: it gets nothing, and nothing is
@@ -352,7 +352,7 @@ class VersionChecks(PairingChecks):
         """Put another version in the place of the only prefiller while streams run and wait."""
         ours, decode = self._prefiller, [self._fleet.decoders[0].url]
         flags = ("--batch", "2", "--pool-limit", "2")
-        before, others = (one.metric(SUCCESSES) for one in (ours, other))
+        before, its_own = (one.metric(SUCCESSES) for one in (ours, other))
         ended = Counter[str]()
         prompts = [[300 + number, *range(400, 460)] for number in range(_REQUESTS)]
         asked = [completion(ids, stream=True, **_LONG_WAIT) for ids in prompts]
@@ -375,7 +375,7 @@ class VersionChecks(PairingChecks):
         # Those that compare are its, too.
         prefills = ours.metric(SUCCESSES) - before - ended["200"]
         assert prefills <= 2 * _REQUESTS, f"{prefills:.0f} prefills of {_REQUESTS} requests"
-        assert other.metric(SUCCESSES) == others, "the other version was given requests"
+        assert other.metric(SUCCESSES) == its_own, "the other version was given requests"
         assert ended["200"] > 1, ended
         return f"put in the place of the prefiller: {dict(ended)}"
 
@@ -453,7 +453,7 @@ class GroupChecks(Checks):
 
     def _judged(self, proxy: Proxy, streams: Sequence[Streaming], *, exact: int) -> str:
         """Compare each stream with what one engine says; one that broke off has to have said so."""
-        right, told, resumed = 0, Counter[str](), 0
+        right, errors, resumed = 0, Counter[str](), 0
         for (path, body), stream in zip(self._asked(), streams, strict=True):
             stream.join()
             whole = ask(self._prefiller.url, path, body)
@@ -462,9 +462,9 @@ class GroupChecks(Checks):
                 right += 1
             else:
                 assert stream.error != "it ended without a word", stream.lines[-3:]
-                told[stream.error[:200]] += 1
+                errors[stream.error[:200]] += 1
                 (said,) = essence(whole)[1]
                 assert said["text"].startswith(stream.text), "what it had said is another answer"
             resumed += bool(proxy.line_of(stream.request_id)["resumes"])
-        assert right >= exact, f"{right} of {len(streams)} exact; {dict(told)}"
-        return f"{right} of {len(streams)} exact, {resumed} went on; {dict(told) or 'no error'}"
+        assert right >= exact, f"{right} of {len(streams)} exact; {dict(errors)}"
+        return f"{right} of {len(streams)} exact, {resumed} went on; {dict(errors) or 'no error'}"

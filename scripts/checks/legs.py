@@ -30,7 +30,7 @@ from checks.fleet import (
     chat,
     completion,
     essence,
-    told_by,
+    json_of,
     until,
 )
 from checks.packages import CITY_SCHEMA, TOOL
@@ -401,10 +401,10 @@ class TraceChecks(Checks):
         words += flags[flags.index("--bootstrap") :][:2] if "--bootstrap" in flags else []
         done = subprocess.run(words, capture_output=True, text=True, timeout=300.0, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        told = json.loads(done.stdout)
+        report = json.loads(done.stdout)
         pairs = len(self._fleet.prefillers) * len(self._fleet.decoders)
-        assert [pair["pulled"] for pair in told["pairs"]] == [True] * pairs, told["pairs"]
-        return shlex.join(told["serve"])
+        assert [pair["pulled"] for pair in report["pairs"]] == [True] * pairs, report["pairs"]
+        return shlex.join(report["serve"])
 
     def __init__(self, fleet: Fleet) -> None:
         super().__init__(fleet)
@@ -433,7 +433,7 @@ class TraceChecks(Checks):
         """Return what `balanceroute validate` says of the trace slice."""
         figures = self._fleet.folder / "validate.json"
         command = ["validate", "--steps", str(self._fleet.steps), "--log", str(self._loads)]
-        return told_by(*command, "--min-tokens", "50", into=figures)
+        return json_of(*command, "--min-tokens", "50", into=figures)
 
     def _replay(self, proxy: Proxy) -> dict[str, float]:
         trace = self._fleet.folder / "slice.jsonl"
@@ -441,7 +441,7 @@ class TraceChecks(Checks):
         command = ["replay", "--target", proxy.url, "--trace", str(trace)]
         command += ["--concurrency", str(CONCURRENCY)]
         figures: dict[str, float]
-        (figures,) = told_by(*command, into=self._fleet.folder / "replay.json")["results"]
+        (figures,) = json_of(*command, into=self._fleet.folder / "replay.json")["results"]
         assert figures["errors"] == 0, figures
         for prefiller in self._fleet.prefillers:
             late = prefiller.metric(LATE_PULLS)

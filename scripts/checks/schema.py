@@ -113,9 +113,9 @@ def main() -> int:
 
         _draw(operation, examples, compare)
         seen = ", ".join(f"{n} x {status}" for status, n in sorted(statuses.items()))
-        told = "".join(f"; {n} differ: {why}" for why, n in excused.items())
+        differing = "".join(f"; {n} differ: {why}" for why, n in excused.items())
         fault = f"{len(faults)} differ: {faults[0]}" if faults else None
-        return f"{operation.label}: {seen}{told}", fault
+        return f"{operation.label}: {seen}{differing}", fault
 
     return report(importlib.metadata.version("schemathesis"), map(outcome, served))
 

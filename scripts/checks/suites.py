@@ -161,12 +161,12 @@ def prepare_suites() -> None:
     if not (HOME / f"vllm-{VLLM}").exists():
         _fetch_vllm_tests()
     if not (HOME / "smg").exists():
-        _told("git", "clone", "-q", SMG, HOME / "smg")
-    _told("git", "-C", HOME / "smg", "checkout", "-q", SMG_COMMIT)
+        _exec("git", "clone", "-q", SMG, HOME / "smg")
+    _exec("git", "-C", HOME / "smg", "checkout", "-q", SMG_COMMIT)
     for home, packages in ((HOME / "pytest", _PYTEST), (_TORCHVISION, _SEES)):
         if not home.exists():
             target = ("--no-deps", "--target", home, "--python", VENV / "bin" / "python")
-            _told(VENV / "bin" / "uv", "pip", "install", "-q", *target, *packages)
+            _exec(VENV / "bin" / "uv", "pip", "install", "-q", *target, *packages)
     # A cache of Hugging Face's hub in which each name is our model: the suites look up tokenisers there.
     for name in NAMES:
         home = HOME / "hub" / f"models--{name.replace('/', '--')}"
@@ -195,7 +195,7 @@ def _fetch_vllm_tests() -> None:
         archive.extractall(HOME, tests, filter="data")
 
 
-def _told(
+def _exec(
     *words: object,
     cwd: Path = ROOT,
     variables: Mapping[str, str] | None = None,
@@ -259,7 +259,7 @@ class Tests:
         words += ["-c", os.devnull, f"--rootdir={root}", f"--timeout={_TEST_S}", "--tb=line"]
         words += ["-W", "ignore", "-p", "no:cacheprovider"]
         words += [] if name == "vllm" else ["--noconftest"]
-        said = _told(*words, *(only or self.tests), cwd=root, variables=variables, may_fail=True)
+        said = _exec(*words, *(only or self.tests), cwd=root, variables=variables, may_fail=True)
         (folder / f"{name}-{side.name}.txt").write_text(said)
         if not outcomes.exists():
             raise SystemExit(f"{name} against the {side.name} ran no test:\n{said[-2000:]}")
@@ -273,7 +273,7 @@ def _disaggregation(side: Side, _only: Sequence[str], folder: Path) -> Outcomes:
     words = [VENV / "bin" / "python", "-P", script, "--model_name", MODEL]
     words += ["--file_name", folder / "disaggregation.json", "--service_url", side.url]
     mode = "disagg" if side.name == "proxy" else "baseline"
-    said = _told(*words, "--mode", mode, may_fail=True)
+    said = _exec(*words, "--mode", mode, may_fail=True)
     return {"test_disagg_accuracy": _verdict(said[-300:] if "Error" in said else None)}
 
 
@@ -295,9 +295,9 @@ def _bench(side: Side, _only: Sequence[str], folder: Path) -> Outcomes:
         words += ["--random-input-len", "100", "--random-output-len", "20"]
         words += ["--num-prompts", REQUESTS, "--max-concurrency", AT_ONCE]
         words += ["--save-result", "--result-dir", folder, "--result-filename", report.name]
-        said = _told(*words, may_fail=True)
-        told = json.loads(report.read_text()) if report.exists() else {}
-        seen = f"{told.get('completed')} requests, {told.get('total_output_tokens')} tokens"
+        said = _exec(*words, may_fail=True)
+        result = json.loads(report.read_text()) if report.exists() else {}
+        seen = f"{result.get('completed')} requests, {result.get('total_output_tokens')} tokens"
         whole = f"{REQUESTS} requests, {20 * REQUESTS} tokens"
         fault = None if seen == whole else f"{seen}: {said[-300:]}"
         outcomes[f"vllm bench serve {path}"] = _verdict(fault)
@@ -352,7 +352,7 @@ def _lm_eval(side: Side, _only: Sequence[str], folder: Path) -> Outcomes:
     words = [python.parent / "lm_eval", "run", "--model", "local-completions"]
     words += ["--model_args", model, "--tasks", ",".join(f"suites_{name}" for name in _TASKS)]
     words += ["--include_path", tasks, "--log_samples", "--output_path", out]
-    said = _told(*words, variables={"HF_HOME": str(HOME / "hf")}, may_fail=True)
+    said = _exec(*words, variables={"HF_HOME": str(HOME / "hf")}, may_fail=True)
     outcomes: Outcomes = {
         f"lm-eval {name} {i}": ("failed", said[-300:]) for name in _TASKS for i in range(_QUESTIONS)
     }

@@ -276,9 +276,9 @@ def conclusions(
     live: Sequence[PolicyResult], lives: Mapping[str, Live], time_scale: float
 ) -> list[str]:
     """Return what the tables come to."""
-    base, *others = live
+    base, *rest = live
     said = []
-    for one in others:
+    for one in rest:
         idle = 1 + deviation(one, base, "idle_fraction")
         output = deviation(one, base, "output_tokens_per_s")
         said.append(

@@ -55,7 +55,7 @@ def page(
 
     def note(lines: Callable[[], Iterable[str]]) -> Callable[[], str]:
         def made() -> str:
-            told = "\n".join(lines()).rstrip()
+            text = "\n".join(lines()).rstrip()
             return f"""\
 # {title}
 
@@ -65,7 +65,7 @@ def page(
 
 makes this page from {origin.rstrip()}
 
-{told}
+{text}
 """
 
         MADE[f"docs/appendix/{name}.md"] = made
@@ -193,8 +193,8 @@ def metrics_page() -> Iterator[str]:
     """Tell of all metrics."""
     yield table_head("metric", "type", "labels", "meaning")
     for name, (kind, meaning, labels) in sorted(labels_by_family(full_page()).items()):
-        told = ", ".join(f"`{label}`" for label in sorted(labels))
-        yield table_row(f"`{name}`", kind, told, meaning)
+        listed = ", ".join(f"`{label}`" for label in sorted(labels))
+        yield table_row(f"`{name}`", kind, listed, meaning)
 
 
 @page(
@@ -278,11 +278,11 @@ the longest matching name. A name in the second column includes its sub-packages
 def packages_page() -> Iterator[str]:
     """Tell what each package is for, and what it may import beside itself."""
     yield table_head("package", "is for", "may import")
-    for name, others in sorted(MAY_IMPORT.items()):
+    for name, imports in sorted(MAY_IMPORT.items()):
         path = ROOT / name.replace(".", "/")
         source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         purpose = (ast.get_docstring(ast.parse(source.read_text())) or "").splitlines()[0]
-        allowed = sorted(re.sub(r"^proxy\.(live\.)?", "", one) for one in others - {"__version__"})
+        allowed = sorted(re.sub(r"^proxy\.(live\.)?", "", one) for one in imports - {"__version__"})
         yield table_row(f"`{name}`", purpose.rstrip("."), " ".join(allowed))
 
 

@@ -49,7 +49,7 @@ class Claim:
     pool: str
     rule: str
     clients: int
-    told: str = ""  # In words.
+    claimed: str = ""  # In words.
     sign: int = 0  # Of the gain; 0 if any will do.
     figure: int = 0  # The one that it is about: mean TTFT, p99 TTFT, mean TPOT.
     lengths: Callable[[random.Random], Sequence[int]] = like_sharegpt
@@ -114,8 +114,8 @@ class World:
 
     def run(self) -> tuple[float, float, float]:
         """Return mean TTFT, p99 TTFT and mean TPOT of the requests that count, in ms."""
-        others = [one for one, (_, clients) in enumerate(self._pool) for _ in range(clients)]
-        for place in (*repeat(None, self._claim.clients), *others):
+        places = [one for one, (_, clients) in enumerate(self._pool) for _ in range(clients)]
+        for place in (*repeat(None, self._claim.clients), *places):
             self._send_within(SCRAPE_NS, place)
         self._scrape()
         self._loop.run(self._settle)
@@ -225,7 +225,7 @@ def scores(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         found = gains(claim, seeds)
         failed |= not holds(claim, found)
         verdict = "" if claim.sign == 0 else "yes" if holds(claim, found) else "NO"
-        first = (claim.pool, claim.clients, f"`{claim.rule}`", claim.told)
+        first = (claim.pool, claim.clients, f"`{claim.rule}`", claim.claimed)
         print(table_row(*first, *map(gain_of, found), verdict), flush=True)
     return int(failed)
 

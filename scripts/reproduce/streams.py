@@ -392,7 +392,7 @@ SERVED = replace(
 )
 PREFERRED = SERVED.tasks.index("OpenBookQA")
 # What the scores of the other tasks count in training.
-OTHERS = 0.7
+OTHER_WEIGHT = 0.7
 RATES = (2.0, 8.0, 16.0, 24.0)
 LEAST, SPAN_S = 20, 5.0  # Requests of each rate, and how long they come at least.
 PHASE, PHASES = (20, 60), 5  # Requests at one rate of the bursty load.
@@ -488,7 +488,7 @@ def loads(seed: int) -> dict[str, list[list[Planned]]]:
 def taught(requests: int) -> ModelChoice:
     """Return what double deep Q-learning learned of these groups and requests."""
     scores = tuple(
-        tuple(one if task == PREFERRED else OTHERS * one for one in row)
+        tuple(one if task == PREFERRED else OTHER_WEIGHT * one for one in row)
         for task, row in enumerate(SERVED.scores)
     )
     drawn = asked([(1.0, 2_000)], random.Random(0))

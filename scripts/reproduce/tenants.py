@@ -178,13 +178,13 @@ def failures(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         shares = {"output tokens": row.token_share, "KV-token-seconds": row.kv_share}
         for name, value in shares.items():
-            told = f"{row.phase}: {row.tenant} has {cell(value, 1)} % of the {name}"
+            claim = f"{row.phase}: {row.tenant} has {cell(value, 1)} % of the {name}"
             if (row.phase, row.tenant) == (both, "gold") and (
                 value is None or abs(value - DUE) > SHARE_POINTS
             ):
-                found.append(f"{told}, due are {DUE:.1f}")
+                found.append(f"{claim}, due are {DUE:.1f}")
             if (row.phase, row.tenant) == (alone, "silver") and (value is None or value < ALONE):
-                found.append(f"{told}, due are {ALONE:g} at least")
+                found.append(f"{claim}, due are {ALONE:g} at least")
         if row.lost:
             found.append(f"{row.phase}: {row.lost} requests of {row.tenant} are lost")
     return found
@@ -259,8 +259,8 @@ async def send(setup: Setup, proxy: ProxyProcess) -> Run:
 def run_live(setup: Setup) -> Run:
     """Start engines and proxy, send, and end them."""
     tenants = setup.out / "tenants.toml"
-    told = (_table(name, {"weight": n, "queue_limit": QUEUE_LIMIT}) for name, n in WEIGHTS.items())
-    tenants.write_text("".join(told), encoding="utf-8")
+    rows = (_table(name, {"weight": n, "queue_limit": QUEUE_LIMIT}) for name, n in WEIGHTS.items())
+    tenants.write_text("".join(rows), encoding="utf-8")
     engines = f"--prefillers {PREFILLERS} --ranks {RANKS} --batch {BATCH} "
     engines += f"--step-base-ms {setup.step_ms}"
     flags = f"--batch {BATCH} --fair-queue kv-token-seconds --aimd post5 "
