@@ -16,7 +16,7 @@ import numpy as np
 import uvloop
 from tests.support.arguments import positive
 from tests.support.chaos.clients import Client, ClientPhase, Departure, Leaving, Visit
-from tests.support.chaos.log_keeper import log_kept
+from tests.support.chaos.log_capture import log_kept
 from tests.support.chaos.requests import COMPLETIONS, ClientRequest
 from tests.support.chaos.world import World, WorldSettings
 from tests.support.soak.proxy_process import ProxyProcess

@@ -24,7 +24,7 @@ def played_by(player: Callable[..., None], *, places: int = 1) -> Callable[..., 
         places: The scenario's first parameters; the others are the test's.
     """
 
-    def decorator(*told: str, **settings: Any) -> Maker:
+    def decorator(*names: str, **settings: Any) -> Maker:
         def make(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
             asked = Signature([*signature(scenario).parameters.values()][places:])
 
@@ -37,7 +37,7 @@ def played_by(player: Callable[..., None], *, places: int = 1) -> Callable[..., 
                     else value
                     for name, value in settings.items()
                 }
-                for name in told:
+                for name in names:
                     found |= given[name[2:]] if name.startswith("**") else {name: given[name]}
                 player(partial(scenario, **given), **found)
 

@@ -265,13 +265,13 @@ def excused_names(plan: ChaosPlan, part: Part, begin_s: float) -> set[str]:
     }
 
 
-def may_be_killed(told: "Sequence[RequestRecord]", *, sent: int) -> bool:
+def may_be_killed(logged: "Sequence[RequestRecord]", *, sent: int) -> bool:
     """Return whether the process of a request that was `sent` so often by its id may have been killed.
 
     Nobody tells what came in between then, or which seed it had; and of several that repeat an id nobody
     tells which one was killed.
     """
-    return len(told) < sent or any(one.outcome is Outcome.INTERNAL_ERROR for one in told)
+    return len(logged) < sent or any(one.outcome is Outcome.INTERNAL_ERROR for one in logged)
 
 
 def _ends_before_its_body(record: "RequestRecord") -> bool:
@@ -297,19 +297,19 @@ async def audit_answers(
     for client in clients:
         answers = zip(client.visit.requests, client.answers, strict=True)
         for request, received in islice(answers, client.sent):
-            told = records.get(request.request_id, [])
-            killed = may_be_killed(told, sent=names[request.request_id])
+            logged = records.get(request.request_id, [])
+            killed = may_be_killed(logged, sent=names[request.request_id])
             reworded = killed or any(
                 one.recomputes
                 or one.resumes
                 or one.first_token_differences
                 or (one.early_first_token and judge.merges)
-                for one in told
+                for one in logged
             )
             # Who repeats an id may have had the answer to either seed.
             verdicts = [
                 await judge.judge(client, request, received, reworded=reworded, seed=seed)
-                for seed in dict.fromkeys(one.seed for one in told) or (None,)
+                for seed in dict.fromkeys(one.seed for one in logged) or (None,)
             ]
             verdict = next((one for one in verdicts if not one.wrong), verdicts[0])
             if killed and judge.may_draw_seed(request):
@@ -319,18 +319,18 @@ async def audit_answers(
             if names[request.request_id] == 1:
                 departure = client.visit.departure
                 sent_in_part = departure is not None and departure.phase is ClientPhase.SENDING
-                if told and sent_in_part and not any(map(_ends_before_its_body, told)):
+                if logged and sent_in_part and not any(map(_ends_before_its_body, logged)):
                     found.append(f"{request.request_id}: it was logged, and never sent whole")
-                wrongs = contradictions(told, received, verdict)
-                if told and judge.tenants is not None and received.status:
-                    wrongs += judge.tenants.contradictions(request, told[0], received)
+                wrongs = contradictions(logged, received, verdict)
+                if logged and judge.tenants is not None and received.status:
+                    wrongs += judge.tenants.contradictions(request, logged[0], received)
                 found += [f"{request.request_id}: {wrong}" for wrong in wrongs]
     strangers = records.keys() - names.keys()
     found += [f"log: {name} was never sent" for name in sorted(strangers)]
     found += [
-        f"log: {len(told)} requests {name} ended, {names[name]} were sent"
-        for name, told in records.items()
-        if len(told) > names[name]
+        f"log: {len(logged)} requests {name} ended, {names[name]} were sent"
+        for name, logged in records.items()
+        if len(logged) > names[name]
     ]
     return found
 

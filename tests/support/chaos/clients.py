@@ -367,14 +367,14 @@ class Holders:
     Args:
         ports: What they connect to.
         count: Connections to each.
-        holding: What they send.
+        held_with: What they send.
         host: Their address.
     """
 
     def __init__(
-        self, ports: "Sequence[int]", count: int, holding: HeldConnection, host: str
+        self, ports: "Sequence[int]", count: int, held_with: HeldConnection, host: str
     ) -> None:
-        self._holding = holding
+        self._held_with = held_with
         self._host = host
         create = asyncio.get_running_loop().create_task
         self._tasks = [create(self._hold(port)) for port in ports for _ in range(count)]
@@ -397,9 +397,9 @@ class Holders:
             await asyncio.sleep(_COMES_AGAIN_S)
 
     async def _send(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._holding is HeldConnection.HALF_HEAD:
+        if self._held_with is HeldConnection.HALF_HEAD:
             writer.write(_HALF_HEAD)
-        if self._holding is HeldConnection.DRIP:
+        if self._held_with is HeldConnection.DRIP:
             for byte in _HALF_HEAD:
                 if reader.at_eof():
                     break

@@ -428,10 +428,10 @@ class _Trial:
         """Return for how long a rank may be silent; None if the proxy does not judge it now."""
         driver = self._world.plane.deployment.driver
         started = int(driver.scheduler.ledger.started[rank.id])
-        others = int(driver.scheduler.ledger.started.sum()) - started
+        elsewhere = int(driver.scheduler.ledger.started.sum()) - started
         # Its next burst may have been on its way.
         known_s = driver.veto.limit_s(rank.id)
-        judged = rank.usable and not rank.on_trial and started >= _STREAMS and others >= _STREAMS
+        judged = rank.usable and not rank.on_trial and started >= _STREAMS and elsewhere >= _STREAMS
         return known_s * (1 + 1 / STEPS) + _STEP_S if judged and known_s is not None else None
 
     async def _watch(self) -> None:

@@ -218,15 +218,15 @@ class FaultyPredictor:
 
     def begin(self, request: RequestId, features: "RequestFeatures") -> None:
         self._inner.begin(request, features)
-        self._told()
+        self._fail_if_due()
 
     def observe(self, request: RequestId, output_tokens: int) -> None:
         self._inner.observe(request, output_tokens)
-        self._told()
+        self._fail_if_due()
 
     def forget(self, request: RequestId) -> None:
         self._inner.forget(request)
-        self._told()
+        self._fail_if_due()
 
     def survival(
         self, requests: Sequence[RequestId], ages: "NDArray[np.int64]", steps: int
@@ -240,6 +240,6 @@ class FaultyPredictor:
             return np.full_like(answer, np.nan)
         return answer
 
-    def _told(self) -> None:
+    def _fail_if_due(self) -> None:
         if self._faults.due(predictor=True) is DecisionFault.PREDICTOR_RAISES:
             raise self._faults.failure("predictor")

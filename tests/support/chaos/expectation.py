@@ -185,7 +185,7 @@ def error_of(text: bytes) -> str | None:
     return words if isinstance(words, str) else None
 
 
-def least_tokens(body: bytes) -> int:
+def usage_tokens(body: bytes) -> int:
     """Return the tokens of all choices, as an answer's usage tells; 0 if it is not told."""
     found = re.findall(rb'"(?:completion|output)_tokens":(\d+)', body)
     return int(found[-1]) if found else 0
@@ -233,7 +233,7 @@ class Expectation:
     @property
     def completion_tokens(self) -> int:
         """Tokens of all choices, as usage tells; 0 if it is not told."""
-        return least_tokens(self._body)
+        return usage_tokens(self._body)
 
     def differs(self, body: bytes) -> str:
         """Return how a whole answer is wrong; empty if it is right."""
@@ -384,12 +384,12 @@ class _Speech:
         """Return whether `other` is the beginning of this one, all of it if it has ended."""
         if other.finish_reason is not None:
             return self == other
-        told = len(other.logprobs)
+        count = len(other.logprobs)
         return (
             self.text.startswith(other.text)
             and self.thought.startswith(other.thought)
             and self.call.startswith(other.call)
-            and self.logprobs[:told] == other.logprobs
+            and self.logprobs[:count] == other.logprobs
             and self.ids[: len(other.ids)] == other.ids
         )
 
@@ -399,7 +399,7 @@ def _said(messages: Iterable[Mapping[str, Any]]) -> dict[int, _Speech]:
     said: dict[int, _Speech] = {}
     for message in messages:
         if "type" in message or "output" in message:
-            _hear(said.setdefault(0, _Speech()), message)
+            _add_message(said.setdefault(0, _Speech()), message)
         for choice in message.get("choices") or ():
             speech = said.setdefault(choice["index"], _Speech())
             part = choice.get("message") or choice.get("delta") or {}
@@ -416,13 +416,13 @@ def _said(messages: Iterable[Mapping[str, Any]]) -> dict[int, _Speech]:
     return said
 
 
-def _hear(speech: _Speech, message: Mapping[str, Any]) -> None:
+def _add_message(speech: _Speech, message: Mapping[str, Any]) -> None:
     """Add what an answer of an agent's API says, or an event of its stream."""
     kind = message.get("type")
     if kind == "message" or "output" in message:
         blocks = message.get("content") or message.get("output") or ()
         for block in blocks:
-            _hear_block(speech, block)
+            _add_block(speech, block)
         speech.finish_reason = message.get("stop_reason", message.get("status"))
         speech.stop_reason = message.get("stop_sequence")
         return
@@ -437,7 +437,7 @@ def _hear(speech: _Speech, message: Mapping[str, Any]) -> None:
     elif kind == "response.completed":
         speech.finish_reason = message["response"]["status"]
     elif isinstance(delta, dict):
-        _hear_block(speech, delta)
+        _add_block(speech, delta)
     elif isinstance(delta, str):
         name = {"response.output_text": "text", "response.reasoning_text": "thought"}
         member = name.get(str(kind).removesuffix(".delta"), "call")
@@ -445,7 +445,7 @@ def _hear(speech: _Speech, message: Mapping[str, Any]) -> None:
         speech.logprobs += message.get("logprobs") or ()
 
 
-def _hear_block(speech: _Speech, block: Mapping[str, Any]) -> None:
+def _add_block(speech: _Speech, block: Mapping[str, Any]) -> None:
     """Add what a block of a message says, an item of a response, or a part of either."""
     if block.get("type") in ("message", "reasoning"):
         for part in block.get("content") or ():

@@ -97,7 +97,7 @@ class Injection:
     naming: Naming = Naming.WELL  # What a resolver answers for the engine's name.
     spoiling: Spoiling = Spoiling.EMPTY  # What is wrong with the file of a key.
     crowd: int = 0  # How many engines are found at once.
-    holding: HeldConnection = HeldConnection.HALF_HEAD  # What connections are held with.
+    held_with: HeldConnection = HeldConnection.HALF_HEAD  # What connections are held with.
 
     @property
     def held_from(self) -> str:
@@ -451,8 +451,8 @@ def draw_holders(rng: random.Random, *, span_s: float) -> list[Injection]:
     start_s = rng.uniform(0.0, span_s)
     for _ in range(rng.choice([0, 0, 0, 1, 2])):
         when = _When(Role.DECODE, 0, start_s, start_s + rng.uniform(0.5, 4.0))
-        holding = rng.choice(list(HeldConnection))
-        kind = f"its connections are held ({holding.value})"
-        holders.append(Injection(kind, Act.HOLD, *when, holding=holding))
+        held_with = rng.choice(list(HeldConnection))
+        kind = f"its connections are held ({held_with.value})"
+        holders.append(Injection(kind, Act.HOLD, *when, held_with=held_with))
         start_s = when.end_s + rng.uniform(0.1, span_s)
     return holders

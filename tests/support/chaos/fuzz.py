@@ -22,7 +22,7 @@ from tests.support.chaos.clients import (
     Visit,
 )
 from tests.support.chaos.expectation import TextOracle, comparable
-from tests.support.chaos.log_keeper import violations_of
+from tests.support.chaos.log_capture import violations_of
 from tests.support.chaos.requests import CHAT, ClientRequest, RequestMix, draw_request
 from tests.support.chaos.world import World, WorldSettings
 from tests.support.virtual.loop import VirtualLoop

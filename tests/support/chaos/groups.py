@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tests.support.chaos.clients import Client, ClientEnding, Received, Visit
 from tests.support.chaos.judge import Judge, Judging, Verdict, refusal_is_wrong
-from tests.support.chaos.log_keeper import LogKeeper
+from tests.support.chaos.log_capture import LogCapture
 from tests.support.chaos.plan import (
     MODEL,
     ChaosPlan,
@@ -488,7 +488,7 @@ class GroupTrial(Trial):
     _world: GroupWorld
 
     def __init__(
-        self, plan: GroupPlan, loop: VirtualLoop, report: TrialReport, log: LogKeeper
+        self, plan: GroupPlan, loop: VirtualLoop, report: TrialReport, log: LogCapture
     ) -> None:
         self._group_plan = plan
         self._ordered: list[asyncio.Task[None]] = []
@@ -579,5 +579,5 @@ class GroupTrial(Trial):
 
     def _look_at(self, order: GroupOrder, answer: Response) -> None:
         if answer.status != 200:
-            told = f"{answer.status}: {answer.body!r}"
-            self._report.violations.append(f"order: {order.group} {order.act.value}: {told}")
+            found = f"{answer.status}: {answer.body!r}"
+            self._report.violations.append(f"order: {order.group} {order.act.value}: {found}")

@@ -19,7 +19,7 @@ from tests.support.chaos.clients import (
     Received,
     Visit,
 )
-from tests.support.chaos.log_keeper import LogKeeper
+from tests.support.chaos.log_capture import LogCapture
 from tests.support.chaos.plan import ChaosPlan, draw_plan
 from tests.support.chaos.requests import ClientRequest
 from tests.support.chaos.trial import Trial, TrialReport, run_trial
@@ -76,7 +76,7 @@ class Http3Trial(Trial):
         plan: ChaosPlan,
         loop: VirtualLoop,
         report: TrialReport,
-        log: LogKeeper,
+        log: LogCapture,
         *,
         cert: Path,
         key: Path,

@@ -12,7 +12,7 @@ from tests.support.chaos.expectation import (
     TextOracle,
     error_of,
     events_of,
-    least_tokens,
+    usage_tokens,
 )
 from tests.support.chaos.faults import CLIENTS, Act
 from tests.support.chaos.meddler import TOO_LARGE
@@ -209,8 +209,8 @@ class Judge:
             return Verdict("aborted", [one for one in wrong if one])
         if verdict.wrong and may_end_with_the_prefill(request):
             ended = await self._oracle.answer(request, as_prefiller=True)
-            told = Expectation(request, ended, cached_known=self._cached_known)
-            sooner = self._compare(client, request, received, told)
+            early = Expectation(request, ended, cached_known=self._cached_known)
+            sooner = self._compare(client, request, received, early)
             if not sooner.wrong:
                 verdict = Verdict("ended by the prefiller", [])
         if verdict.wrong and self._gives_up and request.path == RESPONSES:
@@ -316,11 +316,11 @@ class Judge:
         events = events_of(body)
         errors = [i for i, event in enumerate(events) if error_of(event_data(event)) is not None]
         if errors:
-            told, after = events[: errors[0]], events[errors[0] + 1 :]
+            before, after = events[: errors[0]], events[errors[0] + 1 :]
             # An engine whose events nobody can read may end a stream that it has not done.
-            if self._spoilt and told and event_data(told[-1]) == b"[DONE]":
-                told = told[:-1]
-            wrong = [expected.strays(told)]
+            if self._spoilt and before and event_data(before[-1]) == b"[DONE]":
+                before = before[:-1]
+            wrong = [expected.strays(before)]
             if [event for event in after if event_data(event) != b"[DONE]"]:
                 wrong.append("it goes on after an error")
             # An engine that fails ends its stream in good order; the proxy does not. HTTP/1.0
@@ -388,14 +388,14 @@ def refusal_is_wrong(request: ClientRequest, received: Received) -> list[str]:
 
 
 def contradictions(
-    told: Sequence[RequestRecord], received: Received, verdict: Verdict
+    logged: Sequence[RequestRecord], received: Received, verdict: Verdict
 ) -> list[str]:
     """Return how the proxy's word on a request differs from what its client saw."""
-    if not told:
+    if not logged:
         if received.status and received.status not in (404, 405, 408):
             return ["the proxy did not log it"]
         return []
-    record = told[0]
+    record = logged[0]
     fits = {
         "exact": (Outcome.OK,),
         "ended by the prefiller": (Outcome.OK,),
@@ -421,7 +421,7 @@ def contradictions(
         tokens = verdict.expected.completion_tokens
         if record.endpoint == RESPONSES:
             # A response that its engine gives up before a last token without text reads as a whole one.
-            tokens = least_tokens(bytes(received.body))
+            tokens = usage_tokens(bytes(received.body))
         if tokens and record.output_tokens != tokens:
             wrong.append(f"{tokens} tokens were logged as {record.output_tokens}")
     return wrong

@@ -215,11 +215,11 @@ class Saboteur:
         fronts = list(dict.fromkeys(front.server.port for front in world.fronts))
         held = (world.plane.config.limits.connection_limit or 0) + _MORE_HOLDERS
         host = injection.held_from
-        self._holders.append(Holders(fronts, held, injection.holding, host))
+        self._holders.append(Holders(fronts, held, injection.held_with, host))
         if world.plane.admin is not None:
             ports = [world.plane.admin.port]
             self._holders.append(
-                Holders(ports, CONNECTIONS + _MORE_HOLDERS, injection.holding, host)
+                Holders(ports, CONNECTIONS + _MORE_HOLDERS, injection.held_with, host)
             )
 
     def _disperse(self) -> None:

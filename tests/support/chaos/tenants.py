@@ -93,9 +93,9 @@ class TenantPlan:
         if record.tenant not in names:
             wrong.append(f"it is logged as {record.tenant!r}'s, is one of {sorted(names)}")
         if received.status == 429 and b"tenant" in received.body:
-            told = record.outcome, bool(record.refused_for)
-            if told != (Outcome.REJECTED, True):
-                wrong.append(f"a limit refused it, and it is logged as {told}")
+            logged = record.outcome, bool(record.refused_for)
+            if logged != (Outcome.REJECTED, True):
+                wrong.append(f"a limit refused it, and it is logged as {logged}")
         return wrong
 
 

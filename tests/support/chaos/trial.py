@@ -28,7 +28,7 @@ from tests.support.chaos.audit import (
 from tests.support.chaos.clients import Client, ClientPhase, Visit
 from tests.support.chaos.expectation import TextOracle
 from tests.support.chaos.judge import Judge, Judging
-from tests.support.chaos.log_keeper import LogKeeper, violations_of
+from tests.support.chaos.log_capture import LogCapture, violations_of
 from tests.support.chaos.plan import ChaosPlan, draw_plan
 from tests.support.chaos.poison import Poisoner
 from tests.support.chaos.saboteur import Saboteur
@@ -122,7 +122,7 @@ def run_plan(plan: ChaosPlan) -> TrialReport:
 
 
 def run_trial(
-    plan: ChaosPlan, make: Callable[[VirtualLoop, TrialReport, LogKeeper], "Trial"]
+    plan: ChaosPlan, make: Callable[[VirtualLoop, TrialReport, LogCapture], "Trial"]
 ) -> TrialReport:
     """Carry out a run that `make` makes, in a loop of its own; return what came of it."""
     report = TrialReport(plan.seed, plan.weather.value, len(plan.requests))
@@ -136,7 +136,7 @@ class Trial:
     """One run."""
 
     def __init__(
-        self, plan: ChaosPlan, loop: VirtualLoop, report: TrialReport, log: LogKeeper
+        self, plan: ChaosPlan, loop: VirtualLoop, report: TrialReport, log: LogCapture
     ) -> None:
         self._plan = plan
         self._loop = loop

@@ -22,7 +22,7 @@ from tests.support.chaos.decision_faults import (
     FaultyPolicy,
     FaultyPredictor,
 )
-from tests.support.chaos.log_keeper import Journal
+from tests.support.chaos.log_capture import Journal
 from tests.support.chaos.machine import Machine, Spoiling
 from tests.support.virtual.loop import VirtualLoop
 
@@ -88,7 +88,7 @@ class KvLink:
     async def _follow(self, source: KvEventSource) -> None:
         port = int(source.events.rpartition(":")[2])
         waiting: list[tuple[int, bytes]] = []
-        heard: KvLog | None = None
+        followed: KvLog | None = None
 
         def listen(number: int, payload: bytes) -> None:
             waiting.append((number, payload))
@@ -96,12 +96,12 @@ class KvLink:
         try:
             while source.is_wanted():
                 log = self._log(port)
-                if log is not heard:
-                    if heard is not None:
-                        heard.listeners.remove(listen)
+                if log is not followed:
+                    if followed is not None:
+                        followed.listeners.remove(listen)
                         waiting.clear()
                         source.feed.interrupted()
-                    heard = log
+                    followed = log
                     log.listeners.append(listen)
                     _catch_up(source, log)
                 batches, waiting[:] = [*waiting], []
@@ -110,8 +110,8 @@ class KvLink:
                         _catch_up(source, log)
                 await asyncio.sleep(_TURN_S)
         finally:
-            if heard is not None:
-                heard.listeners.remove(listen)
+            if followed is not None:
+                followed.listeners.remove(listen)
         source.feed.end()
 
     def _log(self, port: int) -> KvLog:

@@ -81,9 +81,9 @@ def read_log(log: Path) -> tuple[list[Line], list[str]]:
 
 def record_of(line: Line) -> RequestRecord:
     """Return what a log line tells of a request; its times are left out."""
-    told = {name: value for name, value in line.items() if name in _LOGGED}
+    fields = {name: value for name, value in line.items() if name in _LOGGED}
     return RequestRecord(
-        **told,
+        **fields,
         arrived_ns=0,
         arrived_unix_s=line["arrival_s"],
         outcome=Outcome(line["outcome"]),
@@ -104,7 +104,7 @@ def phase_of(line: Line) -> str:
 # Many clients that work a plan's visits off.
 
 # Longer than all of the proxy's time limits and retries together.
-_HUNG_S = 45.0
+_GIVE_UP_S = 45.0
 # A client waits so long when it is told to come later: else an outage would use all requests up.
 _LATER_S = 0.3
 
@@ -145,7 +145,7 @@ class SoakLoad:
             client = Client(visit, on_left=lambda _: None)
             self.clients.append(client)
             try:
-                async with asyncio.timeout(_HUNG_S):
+                async with asyncio.timeout(_GIVE_UP_S):
                     await client.run(self._host, self._port)
             except TimeoutError:
                 self.lost += [request.request_id for request in visit.requests]
@@ -576,10 +576,10 @@ class _Run:
         """Compare what clients got with the right answers, and with the proxy's word on it."""
         report = self.report
         lines, errors = await self._log()
-        told = [record_of(line) for line in lines]
+        logged = [record_of(line) for line in lines]
         oracle = TextOracle(self._world.engines)
         await oracle.start()
-        strangers = {record.request_id for record in told}
+        strangers = {record.request_id for record in logged}
         for name, load in self._loads.items():
             report.note("requests " + name, len(load.plan.requests))
             await oracle.learn(load.plan.requests)
@@ -587,7 +587,7 @@ class _Run:
             judge = Judge(load.plan, oracle)
             names = {request.request_id for request in load.plan.requests}
             strangers -= names
-            mine = [record for record in told if record.request_id in names]
+            mine = [record for record in logged if record.request_id in names]
             wrong = await audit_answers(judge, load.clients, mine, endings)
             for ending, count in endings.most_common():
                 report.note("  " + ending, count)
@@ -595,14 +595,14 @@ class _Run:
             report.faults("  lost", load.lost)
         await oracle.close()
         report.faults("log lines of no request", sorted(strangers))
-        self._tell_of_the_log(lines)
+        self._report_log(lines)
         report.note("leases", (await self._engines.get("/emulation/stats"))["leases"])
         page = await self._admin.text("/metrics")
-        self._tell_of_native(page)
-        report.faults("metrics that differ from the log", audit_metrics(told, page.encode()))
+        self._report_native(page)
+        report.faults("metrics that differ from the log", audit_metrics(logged, page.encode()))
         report.faults("errors of the proxy's own", errors + _lines_of(self._proxy.stderr))
 
-    def _tell_of_native(self, page: str) -> None:
+    def _report_native(self, page: str) -> None:
         """Tell what the native library moved, and that it moved anything if it must."""
         found = dict(re.findall(r"^balanceroute_pumped_(\S+) (\S+)$", page, re.MULTILINE))
         moved = {name: int(float(value)) for name, value in found.items()}
@@ -625,12 +625,12 @@ class _Run:
         page = (await self._admin.text("/metrics")).encode()
         while True:
             lines, errors = read_log(self._proxy.log)
-            told = [record_of(line) for line in lines]
-            if not audit_metrics(told, page) or self._clock() > end_s:
+            logged = [record_of(line) for line in lines]
+            if not audit_metrics(logged, page) or self._clock() > end_s:
                 return lines, errors
             await asyncio.sleep(_POLL_S)
 
-    def _tell_of_the_log(self, lines: list[Line]) -> None:
+    def _report_log(self, lines: list[Line]) -> None:
         report = self.report
         outcomes = Counter(line["outcome"] for line in lines)
         report.note("outcomes in the log", dict(sorted(outcomes.items())))

@@ -348,13 +348,13 @@ class MemoryTransport(asyncio.Transport):
 
     def _maybe_pause(self) -> None:
         if self._buffer.pauses():
-            self._tell(self._protocol.pause_writing)
+            self._call(self._protocol.pause_writing)
 
     def _maybe_resume(self) -> None:
         if self._buffer.resumes():
-            self._tell(self._protocol.resume_writing)
+            self._call(self._protocol.resume_writing)
 
-    def _tell(self, callback: Any) -> None:
+    def _call(self, callback: Any) -> None:
         try:
             callback()
         except (SystemExit, KeyboardInterrupt):

@@ -11,7 +11,7 @@ _PACKAGE = "balanceroute"
 _TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/\w+")
 
 
-class LogKeeper(logging.Handler):
+class LogCapture(logging.Handler):
     """Keeps what is logged, and writes it into a journal if there is one.
 
     Attributes:
@@ -30,8 +30,8 @@ class LogKeeper(logging.Handler):
         if self.journal is not None:
             fields = getattr(record, "fields", "")
             # The folder of a run has another name each time.
-            told = _TEMPORARY.sub("FOLDER", record.getMessage())
-            self.journal.write("log", record.levelname, told, fields)
+            message = _TEMPORARY.sub("FOLDER", record.getMessage())
+            self.journal.write("log", record.levelname, message, fields)
 
     def errors(self) -> list[str]:
         """Return the messages of the errors that were not expected, with their exceptions."""
@@ -42,7 +42,7 @@ class LogKeeper(logging.Handler):
         ]
 
 
-def violations_of(do: Callable[[LogKeeper], object]) -> list[str]:
+def violations_of(do: Callable[[LogCapture], object]) -> list[str]:
     """Do something; return what it raised, with its notes, and the errors that the package logged."""
     found = []
     with log_kept() as log:
@@ -55,16 +55,16 @@ def violations_of(do: Callable[[LogKeeper], object]) -> list[str]:
 
 
 @contextmanager
-def log_kept() -> Iterator[LogKeeper]:
+def log_kept() -> Iterator[LogCapture]:
     """Keep what the package logs, and show nothing of it."""
     logger = logging.getLogger(_PACKAGE)
-    keeper = LogKeeper()
+    capture = LogCapture()
     propagates, logger.propagate = logger.propagate, False
-    logger.addHandler(keeper)
+    logger.addHandler(capture)
     try:
-        yield keeper
+        yield capture
     finally:
-        logger.removeHandler(keeper)
+        logger.removeHandler(capture)
         logger.propagate = propagates
 
 
