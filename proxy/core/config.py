@@ -33,7 +33,7 @@ class SchedulerConfig:
     prefiller_kv_tokens: int | None = integer(
         None, "KV tokens that one prefiller may hold for the pool", 1, 10**9, word="none"
     )
-    # It is shallow because what it holds has leases. Requests without prefill count, but do not wait.
+    # Shallow because its KV caches have leases. Requests without prefill count, but do not wait for it.
     pool_limit: int | None = integer(
         None,
         "requests in prefill or prefilled; the others wait before prefill, where they hold no KV "
@@ -66,17 +66,17 @@ class SchedulerConfig:
     queue_ttl_ns: int | None = None
     # The slots of each rank; None if all have `batch_limit`.
     rank_batch_limits: tuple[int, ...] | None = None
-    # How fast each rank reads its KV cache, relative to the others; None if all are equally fast,
-    # or if that is to be learned.
+    # How fast each rank reads its KV cache, relative to the other ranks; None if all are equally fast,
+    # or if the scheduler learns it.
     rank_speeds: tuple[float, ...] | None = None
-    # Whether it is as much as leases allow, rather than as little as balance needs: for clients who
-    # get their first token before the pool.
+    # Whether the pool is as deep as leases allow, rather than as shallow as balance permits: for clients
+    # that get their first token before the pool.
     deep_pool: bool = False
-    # Whether no other scheduler sends to the ranks now: what it did not send itself is another's of before,
-    # and is given no room to grow.
+    # Whether no other scheduler sends to the ranks now: foreign requests are then left over from an
+    # earlier one, and get no room to grow.
     leads: bool = False
-    # As `prefiller_kv_tokens`, for a deep pool while it is not known how fast it empties: what fits
-    # there, as engines tell; None if none does.
+    # As `prefiller_kv_tokens`, for a deep pool while its rate of departures is unknown: the memory that
+    # prefill engines report; None if none does.
     prefiller_memory_tokens: int | None = None
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ class Eligible(Struct, frozen=True):
 
 
 class Ticket(Struct, frozen=True):
-    """What is known of a request when it arrives. It never changes."""
+    """What the scheduler knows of a request when it arrives. A ticket never changes."""
 
     prompt_tokens: int  # Possibly an estimate; `PrefillDone` has the real number.
     slots: int = 1  # Sequences that it will run.
@@ -65,7 +65,7 @@ class Ticket(Struct, frozen=True):
     # unused.
     blocks: tuple[int, ...] = ()
     block_tokens: float = 0.0  # Tokens of a block, possibly an estimate.
-    # Whether `blocks` are hashes of token ids, as engines tell of; see `token_hashes`.
+    # Whether `blocks` are hashes of token ids, which engines report too; see `token_hashes`.
     token_blocks: bool = False
     session: int = 0  # Hash of the name that its client gives its conversation; 0 for none.
     # The rank that it is to go to while that is open, as it has a part of the prompt; None for any.
@@ -85,8 +85,8 @@ class RequestArrived(Struct, frozen=True):
 class FirstToken(Struct, frozen=True):
     """The client got the first token of a request while a prefiller has it.
 
-    It is the prefiller's, of an answer that a rank goes on with or of one that the prefiller does
-    whole. Of the others `DecodeStarted` says that it came. Told again, it changes nothing.
+    The prefiller made it, and answers the whole request or leaves the rest to a rank. A rank's own first
+    token is a `DecodeStarted`. A second event changes nothing.
     """
 
     request: RequestId
@@ -157,8 +157,8 @@ class TokensEmitted(Struct, frozen=True):
 class RequestRecomputed(Struct, frozen=True):
     """The rank dropped the request's KV cache; it must be prefilled again with what it emitted.
 
-    With `elsewhere` both the rank and the prefiller that it pulled from are avoided while others are
-    open. With `anew` the answer begins again: what was emitted is not prefilled, and comes once more.
+    With `elsewhere` the scheduler avoids the rank, and the prefiller that it pulled from, while another
+    one is open. With `anew` the answer begins again: the emitted tokens are not prefilled.
     """
 
     request: RequestId
@@ -228,7 +228,7 @@ class PrefillerPaired(Struct, frozen=True):
 
 
 class EngineLoad(Struct, frozen=True):
-    """What an engine's metrics tell; the mean of several ranks."""
+    """The load in an engine's metrics; the mean of several ranks."""
 
     waiting: float  # Requests that wait there.
     running: float  # Requests that run there.
@@ -297,7 +297,7 @@ class AbortPrefill(Struct, frozen=True):
 class ReleasePrefill(Struct, frozen=True):
     """Have `prefiller` free KV blocks that no rank will pull.
 
-    `cheaper` if their lease was left to end because to force the request in would have cost more.
+    `cheaper` if the scheduler let their lease end because forcing the request in would have cost more.
     """
 
     request: RequestId

@@ -12,7 +12,7 @@ Rules:
      it goes to the pool, or as long as the intake has all requests wait in the queue.
    * Without decode (a direct request), it is `PREFILLING` until it ends. It holds its sequences on
      the prefiller and the KV budget of all of them, instead of a prefill.
-3. A holding is released exactly once; releasing it again is an assertion failure, not a no-op.
+3. The scheduler releases everything exactly once; a second release is an assertion failure.
 """
 
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ class Request:
     decode: bool = True
     # When it expires unless it is decoded; None for never, and once it was answered or served.
     due_ns: int | None = None
-    arrived_ns: int = 0  # When it arrived, as far as it is known.
+    arrived_ns: int = 0  # When it arrived; 0 if unknown.
     answered: bool = False  # Whether its client has its first token.
     state: LifecycleState = LifecycleState.QUEUED
     # Tokens that a sequence emitted in earlier bindings (0 unless it was recomputed).
@@ -158,7 +158,7 @@ class Request:
         return self.prompt_tokens if self.decode else self.kv_tokens()
 
     def begin_prefill(self, prefiller: PrefillerId) -> None:
-        """Note who computes its prompt, or answers all of it."""
+        """Note the prefiller that computes its prompt, or answers all of it."""
         self.move(PREFILL)
         self.prefiller = prefiller
         # A direct request takes sequences of its prefiller and no place of a prefill.
@@ -168,7 +168,7 @@ class Request:
         self.prompt_tokens = event.prompt_tokens
         self.prefilled_ns = now_ns
         self.lease_expires_ns = event.lease_expires_ns
-        # It succeeded, so the failures before it no longer restrict a later prefill.
+        # A prefill succeeded, so earlier failures no longer restrict a later one.
         self.lost_on_prefillers = ()
 
     def begin_answer(self) -> None:

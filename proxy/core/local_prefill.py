@@ -5,24 +5,23 @@ that time and N for the requests that are decoded or wait for a rank, the sum of
 
     C x (1 + N).
 
-A rank that has the beginning of the prompt computes only the rest: a conversation's next turn. But the
-request has to go to this rank then. If that takes it x tokens beyond the fullest rank, every step is
-b x longer at first, until the rank has shed the overflow. It sheds r tokens in a step, those of the
-requests that leave it, so this delays all by N b x^2 / 2r; see `leases`. It counts fivefold, as balance
-is worth more than that once there are more requests.
+A rank that has the beginning of the prompt, as of a conversation's next turn, computes only the rest. But
+the request then has to go to this rank. If that takes the rank x tokens beyond the fullest one, every step
+is b x longer at first, until the rank has shed the overflow. It sheds r tokens in a step, those of the
+requests that leave it, so this delays all by N b x^2 / 2r; see `resources`. It counts fivefold, as balance
+is worth more once there are more requests.
 
 Ranks that compute in the same step wait for the longest of them. So C is only what the step takes longer
 than it does anyway: less, if another rank computes too, and more, if the same rank does.
 
-A prefiller has it done in R = w + s: w for the work that is before it, s for its own. Of that only
-counts what is longer than the wait for a free slot, which both ways share. Those that come to the
-prefiller until its queue is empty wait s longer, as in `PrefixAware`; then the KV cache is
-transferred, which takes T:
+A prefiller has it done in R = w + s: w for the work ahead of it, s for the prompt. Only the part of R
+beyond the wait for a free slot counts, as both ways have that wait. Requests that come to the prefiller
+until its queue is empty wait s longer, as in `PrefixAware`. The transfer of the KV cache takes T:
 
     R x (1 + s / m x u / (1 - u)) + T, for a utilisation of u and a mean prefill of m.
 
-The rank computes the prompt if the first sums are the smaller ones. All times are measured. If no
-prefiller is open, the rank computes every prompt up to the limit.
+The rank computes the prompt if its own sums, C x (1 + N) and that of the overflow, are less than this. All
+times are measured. If no prefiller is open, ranks compute every prompt up to the limit.
 """
 
 from collections import defaultdict
@@ -59,30 +58,29 @@ from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.ranks import FleetState
 from balanceroute.proxy.core.steps import StepModel
 
-# The prompts that ranks compute: since when, and which others at the same time.
+# The prompts that ranks compute: since when, and which prompts at the same time.
 #
-# All ranks step together, so a step takes as long as the rank that computes longest, and the
-# others wait for it. So how long a prompt takes is known only if its rank computes nothing else,
-# and is that rank.
+# All ranks step together, so a step takes as long as the rank that computes longest. So a step shows the
+# time of a prompt only if its rank computes that prompt alone, and computes longest.
 
 
 @dataclass(slots=True)
 class RankPrompt:
     rank: RankId
-    compute_ns: float  # How long that should take.
-    begun_ns: int  # When the step began in which it is computed.
-    # By rank, how long others take that are computed at the same time.
+    compute_ns: float  # The expected time of its computation.
+    begun_ns: int  # When the step that computes it began.
+    # By rank, the expected time of other prompts that are computed at the same time.
     concurrent_ns: defaultdict[RankId, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def longest_ns(self) -> float:
-        """How long the rank takes that computes longest."""
+        """The expected time of the rank that computes longest."""
         own_ns = self.concurrent_ns.get(self.rank, 0.0) + self.compute_ns
         return max([own_ns, *self.concurrent_ns.values()])
 
     @property
     def decides(self) -> bool:
-        """Whether that is due to this prompt alone."""
+        """Whether this prompt alone makes that time."""
         return self.longest_ns == self.compute_ns
 
 
@@ -103,8 +101,8 @@ class RankPrompts:
         """Return by how much the next step is longer if a rank computes one more prompt.
 
         Args:
-            compute_ns: How long that takes.
-            rank: None for one that computes nothing else.
+            compute_ns: The expected time of its computation.
+            rank: None for a rank that computes no other prompt.
         """
         sums_ns: defaultdict[RankId, float] = defaultdict(float)
         for prompt in self._waiting.values():
@@ -120,7 +118,7 @@ class RankPrompts:
         self._waiting.clear()
 
     def end(self, request: RequestId, now_ns: int) -> RankPrompt | None:
-        """Note the first token, or that it does not come; None if no rank computes its prompt."""
+        """Note the first token or the end of a request; return its prompt, None if no rank computes it."""
         # It may still wait: if no step ran, it began at once.
         ended = self._waiting.pop(request, None) or self._begun.pop(request, None)
         if ended is not None:
@@ -135,17 +133,17 @@ class RankPrompts:
 _QUEUE_FACTOR = 4.0
 # Steps that their mean time covers.
 _WINDOW_STEPS = 64
-# Prefills that the share of their prompts covers which is computed.
+# Prefills that the mean share of computed tokens covers.
 _WINDOW_PREFILLS = 64
 # Steps by which a first token is too late to be within its usual variation.
 _SURE_STEPS = 4.0
-# Of a request on a rank, on average, before any has left.
+# The longest mean stay of a request on a rank that counts; also its stay before any has left.
 _LONGEST_STAY_STEPS = 1_000
 # Of an overflow, whose time is short where few requests are decoded. On the Mooncake trace at a load of
 # 0.8 the ranks idle 68.5 % with 1, 67.2 % with 5 and 65.9 % with 30; the mean latency is the same within
 # half a percent, and TTFT of later turns 0.15, 0.19 and 0.19 s.
 _OVERFLOW_WEIGHT = 5.0
-# Before so many prompts of the ranks their own, a rank counts as fast as a prefiller.
+# Until ranks have computed so many prompts, a rank counts as fast as a prefiller.
 _LEAST = 16
 
 
@@ -154,8 +152,8 @@ class LocalPrefill:
 
     Args:
         limit_tokens: The most tokens of a prompt that a rank computes.
-        memory: What the ranks have of earlier prompts; None for one of its own.
-        always: Have ranks compute whatever is within the limit: a baseline.
+        memory: The blocks of earlier prompts on the ranks; None for a memory of its own.
+        always: Have ranks compute every prompt within the limit: a baseline.
     """
 
     def __init__(
@@ -164,14 +162,14 @@ class LocalPrefill:
         self._limit_tokens = limit_tokens
         self._always = always
         self._work = PrefillWork()
-        # Requests that arrived and have no first token, with their tokens; those of them that wait
-        # for a prefiller; and when a rank got them.
+        # Requests without a first token, with their tokens; those of them that wait for a prefiller; and
+        # when a rank got them.
         self._prompts: dict[RequestId, Ticket] = {}
         self._queued: dict[RequestId, int] = {}
         self._admitted_ns: dict[RequestId, int] = {}
         self._computing = RankPrompts()
         self._queued_tokens = 0
-        # The scheduler tells it of admissions, and of ranks that close.
+        # The scheduler reports admissions to it, and ranks that close.
         self.memory = RankMemory() if memory is None else memory
         self._waits_for: dict[RequestId, RankId] = {}  # Until it is admitted to its home.
         self._step_ns = self._envelope = 0.0
@@ -250,11 +248,11 @@ class LocalPrefill:
         """Return by how much a step is longer for each token of a prompt that a rank computes."""
         token_ns = self._work.token_ns
         if self._local.weight >= _LEAST:
-            # Not all engines tell when an answer begins, so too short a time may have been measured.
+            # Not all engines report when an answer begins, so a measured time may be too short.
             token_ns = max(token_ns, self._local.line[1])
         return token_ns
 
-    # What is measured.
+    # Measurements.
 
     def step(self, duration_ns: int, envelope_tokens: int) -> None:
         """Learn from a step: its time, and the KV tokens of the fullest rank."""
@@ -327,7 +325,7 @@ class LocalPrefill:
             self._computing.add(request, rank, self._token_ns() * computed, now_ns)
 
     def _leave_home(self, request: RequestId) -> None:
-        """Note that the rank which a request goes to has nothing of its prompt."""
+        """Note that the rank of a request has nothing of its prompt."""
         self._prompts[request] = replace(self._prompts[request], home=None, home_tokens=0)
 
     def _started(self, request: RequestId, now_ns: int) -> None:
@@ -339,15 +337,15 @@ class LocalPrefill:
         if ticket.prefill:
             self._transfers.observe(ticket.prompt_tokens, now_ns - since_ns)
         elif prompt is not None and self._step_ns:
-            # Else it is not known how much of it is the step's own time.
+            # Else the step's own time is unknown.
             self._computed_by_rank(ticket, prompt, now_ns - prompt.begun_ns - self._step_ns)
 
     def _computed_by_rank(self, ticket: Ticket, prompt: RankPrompt, took_ns: float) -> None:
-        """Learn from the time of a step in which a rank computed a prompt, less that of others."""
+        """Learn from the time that a rank's prompt added to a step."""
         missed_ns = self._token_ns() * ticket.home_tokens
         sure_ns = max(missed_ns / 2, _SURE_STEPS * self._step_ns)
         if ticket.home is not None and took_ns > prompt.longest_ns + sure_ns:
-            # It had to compute all: it has dropped what it was given, or has begun anew.
+            # It had to compute all: it has dropped those blocks, or has started again.
             self.memory.missed(ticket, ticket.home)
         elif prompt.decides:
             if ticket.home is not None:

@@ -5,7 +5,7 @@
 | `fcfs` | first come, first served |
 | `edf` | the earliest deadline first; those without one last |
 | `abs` | the lowest level first |
-| `ml` | levels below 0 first, by deadline; then all others, first come, first served |
+| `ml` | levels below 0 first, by deadline; then the rest, first come, first served |
 | `srpt` | the least work first: KV tokens times steps in decode, as expected |
 
 Before prefill each of them can be the order within a tenant's requests, see `fair_queueing.py`.
@@ -93,8 +93,8 @@ class ByTicket:
 class ByWork(ByTicket):
     """`srpt`: the least work first.
 
-    Outputs are predicted once requests are let in. One without a prediction, which asks how many
-    are ahead of it, is taken to answer as much as the mean of the others.
+    The proxy predicts an output once it lets a request in. `ahead` of a request without a prediction uses
+    the mean prediction of the latest requests.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ def by_level(ticket: Ticket) -> Key:
 
 
 def urgent_by_deadline(ticket: Ticket) -> Key:
-    """`ml`: levels below 0 first, the earliest deadline first; then all others."""
+    """`ml`: levels below 0 first, the earliest deadline first; then the rest."""
     return (0, by_deadline(ticket)[0]) if ticket.level < 0 else (1, 0)
 
 

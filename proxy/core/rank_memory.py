@@ -1,10 +1,10 @@
-"""Which rank has the beginning of a prompt: from the prompts that ranks were given, or as they tell.
+"""Which rank has the beginning of a prompt: from the prompts that ranks got, or from their own events.
 
-A beginning is known by its blocks. A rank keeps them also of a KV cache that was transferred, and drops
-those first that were not used for longest, of a prompt the last ones first: here as there. One table
-says for each block which ranks have it, as the bits of a number, so that a prompt is looked up once
-for all ranks. Of a conversation that its client names, the rank of its latest turn is known too: clients
-may write earlier turns differently, and engines take them for the same.
+A rank keeps the blocks of a prompt, also of a KV cache that it pulled. It drops the least recently used
+ones first, and of one prompt the last ones first; `RankMemory` does the same. One table gives the ranks of
+each block, as the bits of a number, so that one lookup of a prompt serves all ranks. For a conversation
+that its client names, `RankMemory` also knows the rank of the latest turn: clients may write earlier turns
+differently, which engines read as the same.
 """
 
 from collections import OrderedDict
@@ -16,16 +16,16 @@ from balanceroute.proxy.core.events import RankId, Ticket
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
 from balanceroute.proxy.core.waiting import Kept, PoolEntry
 
-# Of each rank; the last block stands for all of so many tokens where blocks are smaller. Two million
-# tokens, more than most ranks have room for, and some 150 bytes for each.
+# Blocks of each rank. Of smaller blocks the last one in so many tokens stands for all of them. That is two
+# million tokens, more than most ranks have room for, at some 150 bytes a block.
 _BLOCKS = 1 << 13
 _BLOCK_TOKENS = 256
 _SESSIONS = 1 << 16
-# Admissions after which a waiting request is looked up again.
+# Admissions after which `Keeping` looks a waiting request up again.
 _LASTS = 32
 # Misses in a row that may be chance: a first token is late also after another request's prompt.
 _CHANCE = 3
-# Each further one makes it so many times longer until a rank is relied on again.
+# Each further miss makes it so many times longer until the scheduler relies on ranks again.
 _PATIENCE = 4
 _MOST_MISSES = 8
 
@@ -41,7 +41,7 @@ class _Held:
     # With the tokens that each stands for; the least recently used first.
     blocks: OrderedDict[int, float] = field(default_factory=OrderedDict)
     tokens: float = 0.0  # Of all of them.
-    added: int = 0  # Tokens that it was given, and lacked, since it is known.
+    added: int = 0  # Tokens that it got and lacked, from the first one on.
 
 
 class RankMemory:
@@ -49,7 +49,7 @@ class RankMemory:
 
     Args:
         rank_tokens: Returns the KV tokens that a rank keeps; None if that is unknown.
-        engine_blocks: What ranks tell of their blocks, by rank; None if the proxy does not listen.
+        engine_blocks: The blocks that ranks report, by rank; None if the proxy does not listen.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class RankMemory:
         self.kept_tokens = 0  # Tokens of prompts that their ranks should have had, of all requests.
         self._rank_tokens = rank_tokens
         self._engine_blocks = engine_blocks
-        self._ranks = 0  # One more than the highest that was given anything.
+        self._ranks = 0  # One more than the highest rank that got a request.
         self._held: dict[RankId, _Held] = {}
         self._ranks_of: dict[int, int] = {}  # By block: 1 << rank of each that has it.
         self._admissions = 0
-        # None of one whose rank lacked it.
+        # None if the rank lacked it.
         self._sessions: dict[int, _Turn | None] = {}
-        # In a row, and requests for which nothing is expected since: ranks may have no prefix caches.
+        # Misses in a row, and how many requests yet to expect nothing for: ranks may have no prefix caches.
         self._misses = self._skips = 0
 
     def kept(self, ticket: Ticket) -> dict[RankId, int]:
-        """Return the ranks that should have a beginning of a prompt, and its tokens."""
+        """Return the ranks that should have a beginning of a prompt, with its length in tokens."""
         ranks = self._ranks
         if self._engine_blocks is not None:
             ranks = max(ranks, 1 + max(self._engine_blocks.engines, default=-1))
@@ -93,7 +93,7 @@ class RankMemory:
         return Keeping(self, ranks, open_ranks, self._admissions)
 
     def expect(self, ticket: Ticket) -> dict[RankId, int]:
-        """Return `kept` where ranks had what was expected of them before; else less often."""
+        """Return `kept`, or nothing for a while after several misses in a row."""
         found = self.kept(ticket)
         if found and self._skips:
             self._skips -= 1
@@ -155,7 +155,7 @@ class RankMemory:
             del sessions[session]
 
     def _given(self, ticket: Ticket, ranks: int) -> list[int]:
-        """Return what the ranks should have by what they were given."""
+        """Return the tokens that each rank should have, by the requests that it got."""
         blocks, tokens = _sampled(ticket)
         ranks_of, most = self._ranks_of, ticket.prompt_tokens - 1
         missing = (1 << ranks) - 1
@@ -187,28 +187,28 @@ class RankMemory:
         return row
 
     def _correct(self, row: list[int], engine_blocks: EngineBlocks, ticket: Ticket) -> None:
-        """Replace what is estimated of ranks that tell what they have."""
+        """Replace the estimates of ranks that report their blocks."""
         of_tokens, blocks = ticket.token_blocks, engine_blocks.beginning(ticket)
         for rank in engine_blocks.engines if blocks else ():
             if rank >= len(row):
                 continue
             there = engine_blocks.leading(rank, blocks)
             tokens = min(there * engine_blocks.block_tokens, ticket.prompt_tokens - 1)
-            # Of a text, what follows the part whose tokens are known may be there too.
+            # Of a text, blocks behind the part whose tokens are known may be there too.
             all_known = of_tokens or there < len(blocks)
             if not (all_known and engine_blocks.knowledge(rank) is Knowledge.ALL):
                 tokens = max(tokens, row[rank])
             row[rank] = tokens
 
     def _remembers(self, turn: _Turn) -> bool:
-        """Return whether a turn's rank has not been given so much since that it dropped it."""
+        """Return whether a rank has room for a turn and for all that it got since."""
         room, held = self._rank_tokens(), self._held.get(turn.rank)
         if room is None:
             return True
         return held is not None and held.added - turn.added + turn.tokens <= room
 
     def _remember(self, ticket: Ticket, turn: _Turn) -> None:
-        # The latest ones last; one that lacked what was expected once is not relied on again.
+        # The latest ones last. A conversation whose rank lacked it once stays None.
         session = ticket.session
         before = self._sessions.pop(session, turn)
         self._sessions[session] = None if before is None else turn
@@ -231,15 +231,15 @@ class RankMemory:
 
 
 class Keeping(NamedTuple):
-    """What the ranks have of the prompts of waiting requests, during a round."""
+    """How much of the prompts of waiting requests is on the ranks, during a round."""
 
-    memory: RankMemory  # Knows it.
+    memory: RankMemory
     ranks: int  # G.
     open_ranks: int  # How many of them are open.
-    admissions: int  # Until now. What was looked up for a later one still holds.
+    admissions: int  # So far; see `Kept.until`.
 
     def of(self, entry: PoolEntry) -> Kept:
-        """Return what the ranks have of a waiting request's prompt."""
+        """Return how much of a waiting request's prompt is on the ranks."""
         known = entry.kept
         if known is None or known.until <= self.admissions:
             tokens = self.memory.row(entry.ticket, self.ranks)

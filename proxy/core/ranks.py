@@ -284,7 +284,7 @@ class Fleet(Struct, eq=False):
     """
 
     is_open: NDArray[np.bool_]  # bool[G], whether each rank takes new requests.
-    # int64[G], KV tokens of the bound requests, and of those that others have there.
+    # int64[G], KV tokens of the bound requests, and of foreign ones, which this scheduler did not send.
     loads: NDArray[np.int64]
     bound: NDArray[np.int64]  # int64[G], slots of the same.
     # int64[G], slots that are still free, at least 0; 0 if the rank is closed.
@@ -297,15 +297,15 @@ class Fleet(Struct, eq=False):
     # float64[G], KV tokens that each rank reads in the same time, 1 on average; None if all are
     # equally fast.
     speeds: NDArray[np.float64] | None = None
-    # Admits an entry to a rank, and returns the KV tokens that then still fit; None if it takes its
-    # own.
+    # Admits an entry to a rank, and returns the KV tokens that then still fit; None if an entry takes
+    # its `kv_tokens` of them.
     room_after: Callable[[int, PoolEntry], int] | None = None
-    # int64[G], what the requests of others hold; None if there are none.
+    # int64[G], KV tokens of foreign requests; None if there are none.
     foreign_kv_tokens: NDArray[np.int64] | None = None
-    # What the ranks have of prompts; None if the scheduler remembers none.
+    # The tokens of prompts that are on the ranks; None if the scheduler remembers none.
     keeping: "Keeping | None" = None
-    # Whether a rank without a free slot closes: of a policy that binds early, those that have few
-    # slots began lately.
+    # Whether a rank without a free slot closes: under a policy that binds early, only a rank with a
+    # window runs out of slots.
     closes: bool = False
 
     @property
@@ -314,11 +314,11 @@ class Fleet(Struct, eq=False):
         return sum(self.free_slots.tolist())
 
     def share(self, slots: NDArray[np.int64], kv_tokens: NDArray[np.int64]) -> None:
-        """Add what others have on the ranks; `free_slots` knows it already.
+        """Add foreign requests to the loads; `free_slots` counts them already.
 
         Args:
-            slots: int64[G], the slots of their requests.
-            kv_tokens: int64[G], what those hold.
+            slots: int64[G], their slots.
+            kv_tokens: int64[G], their KV tokens.
         """
         self.foreign_kv_tokens = kv_tokens
         self.loads += kv_tokens
@@ -386,7 +386,7 @@ class Fleet(Struct, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """What it depends on who computes a prompt, beside what was measured."""
+    """The state of the fleet by which `LocalPrefill` decides where a prompt is computed."""
 
     prefillers: "Sequence[PrefillerId]"  # Those that are open and can serve the request.
     waiting_slots: int  # Slots that the requests in the pool need.
@@ -426,14 +426,14 @@ class Policy(Protocol):
 
     @property
     def projection(self) -> Follower | None:
-        """What the ledger keeps up to date for this policy, usually a projection; None for nothing."""
+        """Receives the changes of the ledger for this policy, usually a projection; None for nothing."""
         ...
 
     @property
     def next_decision_ns(self) -> int | None:
         """When to decide again if nothing happens before, as of the last `dispatch`; None for never.
 
-        For an entry that is held although it could be admitted: a `Tick` at this time ends its hold.
+        A policy may hold an entry that it could admit: a `Tick` at this time ends the hold.
         """
         ...
 
@@ -446,44 +446,43 @@ class Policy(Protocol):
         ...
 
 
-# Slots of the decode ranks when others send to them too, as a second proxy does during an update.
+# Slots of a decode rank that several schedulers send to, as two proxies do during an update.
 #
-# The engines' own counts tell how many requests of a rank are not this scheduler's. Each of
-# several schedulers that share a rank then stays within a limit of its own, so that together they
-# fill the rank and not more:
+# The engine's counts show how many of its requests are **foreign**: another scheduler sent them. Each
+# scheduler stays within a limit of its own, so that together they fill the rank and not more:
 #
-# - While the others have their fair share, half of the batch, or more, it takes what is free, and keeps
-#   what it has up to the same share.
-# - While they have less, it gives way: it leaves as many slots free as they have, up to an eighth of the
-#   batch, so that their share can double with every reading until it is half. Nobody is preempted; slots
-#   pass over as requests end.
-# - Two that fill the same free slots see each other only at the next reading, so each takes half of
-#   them at a time.
-# - One slot is always its own, unless it leads. If not, a newcomer would have none for as long as the rank is full, and
-#   nobody would see that it wants one.
+# - While foreign requests have half of the batch or more, it takes what is free, and keeps what it has up
+#   to half.
+# - While they have less, it leaves as many slots free as they have, up to an eighth of the batch. So their
+#   share can double with every reading until it is half. No request is preempted: slots pass over as
+#   requests end.
+# - Two schedulers that fill the same free slots see each other only at the next reading, so each takes
+#   half of them at a time.
+# - One slot is always its own, unless it leads. Without it a new scheduler would have none while the rank
+#   is full, and the other one would not see that it wants one.
 #
 # A scheduler that is alone has no limit but the batch.
 
-# Of the batch: the most that is left free for others to grow into.
+# Of the batch: the most slots left free for foreign requests.
 _GIVEN_SHARE = 1 / 8
 _NO_LIMIT = 1 << 62
 
 
 class ForeignRequests:
-    """What requests that this scheduler did not send hold on each of G ranks."""
+    """The requests on each of G ranks that this scheduler did not send."""
 
     def __init__(self, ranks: int) -> None:
-        # int64[G], the slots of their requests.
+        # int64[G], their slots.
         self.slots: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self.kv_tokens: NDArray[np.int64] = np.zeros(ranks, np.int64)  # int64[G], what those hold.
         # int64[G], the slots that this scheduler's requests may have.
         self.limits: NDArray[np.int64] = np.full(ranks, _NO_LIMIT)
 
     def update(self, event: ForeignLoad, *, batch: int, own: int, leads: bool) -> None:
-        """Take in what is known of a rank.
+        """Note the foreign requests of a rank.
 
         Args:
-            own: Those of this scheduler's requests.
+            own: Slots of this scheduler's requests there.
             leads: See `SchedulerConfig`.
         """
         rank = event.rank
@@ -500,12 +499,12 @@ class ForeignRequests:
 
 
 def own_limit(batch: int, foreign: int, own: int) -> int:
-    """Return the slots of a rank that its own requests may have, at least 1.
+    """Return the slots of a rank that this scheduler's requests may have, at least 1.
 
     Args:
         batch: Slots of the rank.
-        foreign: Slots of the requests of others, at least 1.
-        own: Slots of its own, now.
+        foreign: Slots of foreign requests, at least 1.
+        own: Slots of this scheduler's requests now.
     """
     limit = batch - foreign
     fair = batch // 2
@@ -526,8 +525,8 @@ class Ranks:
     """G ranks; all are open at first.
 
     Args:
-        config: Their number, and whether their speeds are to be learned.
-        memory: What they have of earlier prompts; None if no part asks.
+        config: Their number, and whether to learn their speeds.
+        memory: The blocks of earlier prompts on them; None if no part asks.
     """
 
     def __init__(self, config: SchedulerConfig, memory: "RankMemory | None" = None) -> None:
@@ -535,7 +534,7 @@ class Ranks:
         # bool[G], whether each takes new requests.
         self.is_open: NDArray[np.bool_] = np.ones(config.ranks, np.bool_)
         self._all_open = True
-        # What others have there; None if this scheduler alone sends to the ranks.
+        # None if this scheduler alone sends to the ranks.
         self.foreign: ForeignRequests | None = None
         self._unlimited: NDArray[np.int64] = np.full(config.ranks, UNLIMITED)
         self._batch = _batch_limits(config)
@@ -558,11 +557,11 @@ class Ranks:
             self.warm_up.end(rank)
 
     def begin(self, rank: RankId, *, grows: bool, on_trial: bool) -> None:
-        """Let an open rank have a share that grows, unless all are as new as it is.
+        """Give an open rank a window, unless all ranks are as new as it is; see `WarmUp`.
 
         Args:
-            grows: Whether it grows; else the whole share follows the first token.
-            on_trial: Whether that is so even if no other one has proved itself.
+            grows: Whether the window grows; else the first token ends it.
+            on_trial: Give it a window even if no other rank has proved itself.
         """
         if on_trial or any(map(and_, self.proved, self.is_open.tolist())):
             self.warm_up.begin(rank, grows=grows)
@@ -573,11 +572,11 @@ class Ranks:
         return self.proved[rank] or self.warm_up.width(rank) != 1
 
     def saw(self, event: Event, actions: "Sequence[Action]") -> None:
-        """Follow what is on its way to ranks that began lately."""
+        """Follow the requests on their way to ranks with a window."""
         self.warm_up.saw(event, actions, self._batch.tolist())
 
     def shared(self, event: ForeignLoad, ledger: Ledger, config: SchedulerConfig) -> None:
-        """Note what others have on a rank.
+        """Note the foreign requests of a rank.
 
         Raises:
             LifecycleError: The rank is unknown.
@@ -604,13 +603,13 @@ class Ranks:
         self._unlimited = np.full(config.ranks, UNLIMITED)
         self._batch = _batch_limits(config)
         learned = _learned(config)
-        # What was learned of the same ranks stays.
+        # The learned speeds of the same ranks stay.
         if len(new) or learned is None or self._learned is None:
             self._learned = learned
 
     def step(self, duration_ns: int | None, ledger: Ledger) -> None:
         if self._learned is not None and duration_ns is not None:
-            # What is on its way to a rank is not read yet.
+            # A rank does not read a KV cache that is on its way yet.
             self._learned.observe(ledger.loads - ledger.arriving, duration_ns)
 
     def corrected(self, tokens: int) -> None:
@@ -680,10 +679,10 @@ class Ranks:
         ledger: Ledger,
         speeds: "NDArray[np.float64] | None",
     ) -> "NDArray[np.float64] | None":
-        """Leave those that began lately their windows; return the speeds that go with their shares.
+        """Limit ranks with a window to it; return the speeds that go with their shares.
 
-        A rank that may have a quarter of what the others have counts as one of a quarter of their speed: so
-        it gets a quarter of the tokens, and not the largest prompts for being the emptiest.
+        A rank that may have a quarter of the requests of the mean warm rank counts as one of a quarter of
+        its speed: so it gets a quarter of the tokens, and not the largest prompts for being the emptiest.
         """
         if not self.warm_up.binds(self.is_open.tolist()):
             return speeds
@@ -725,6 +724,6 @@ def _batch_limits(config: SchedulerConfig) -> "NDArray[np.int64]":
 
 
 def _learned(config: SchedulerConfig) -> LearnedSpeeds | None:
-    """Return what learns the speeds; None if no setting asks, or if there is nothing to compare."""
+    """Return a learner of the speeds; None if the configuration does not ask, or there is one rank."""
     asked = config.learn_speeds and config.rank_speeds is None
     return LearnedSpeeds(config.ranks) if asked and config.ranks > 1 else None

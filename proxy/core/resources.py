@@ -37,39 +37,37 @@ if TYPE_CHECKING:
 
 # What follows from the leases of KV caches: how many to hold, and what a late entry may cost.
 #
-# **Pool limit.** What the ranks admit in a sixth of a lease: enough to choose from, and in order
-# of arrival nobody waits for longer, so that much of the lease is left when an entry is passed
-# over. It is what they admit in 10 s at most: a deeper pool only holds more memory of the
-# prefillers. Prefills that run count too, so what the ranks admit during a prefill comes on top,
-# as far as that is no longer than the wait.
+# **Pool limit.** What the ranks admit in a sixth of a lease, and in 10 s at most. A policy then has
+# enough to choose from. In order of arrival no entry waits for longer, so an entry that the policy
+# passes over has most of its lease left. A deeper pool only holds more memory of the prefillers.
+# Running prefills count too, so the limit grows by what the ranks admit during a prefill, up to twice.
 #
-# A **deep** pool is what they admit in half of the usable lease, but in 15 s at most. Clients who
-# get their first token when the prefill ends no longer wait for a place in it. Half is as much as
-# leaves most entries a rank that they fit before they are late: where more than that waits in the
-# pool, late entries and repeated prefills take over. Before the rate is known, each slot counts
-# as left once in the usable lease, or as often as in the first window, which counts too few: a
-# pool that grew only then would keep the first minute's clients waiting. That may be more than
-# prefillers hold: until then each takes no more KV tokens than fit there, where engines tell how
-# many do.
+# A **deep** pool is what they admit in half of the usable lease, and in 15 s at most. It is for clients
+# that get their first token when the prefill ends: they do not wait for a place in the pool. With half
+# of the lease most entries find a rank that they fit before they are late; with more, late entries and
+# repeated prefills prevail. Before two windows of departures the rate is a guess: each slot is left once
+# in the usable lease, or as often as in the first window, which counts too few. Else the first minute's
+# clients would wait for the pool to grow. The guess may be more than prefillers hold, so until then a
+# prefiller takes no more KV tokens than its engine reports as its memory.
 #
-# **Late entries.** An entry is late after three quarters of its lease. Then it is forced into the
-# rank where it costs least, or its lease is left to end and it is prefilled again, whichever
-# costs less rank time:
+# **Late entries.** An entry is late after three quarters of its lease. The scheduler then forces it into
+# the rank where it costs least, or lets its lease end and has it prefilled again, whichever costs less
+# rank time:
 #
 # * Forced with an overflow of x tokens, it lengthens every step by b x at first, until the rank has
 #   shed the overflow. A rank sheds r tokens per step, those of the requests that leave it. So the sum
 #   over the steps is b x^2 / 2r, and all G ranks wait that long.
-# * Prefilled again, it takes its service time s from one of P prefillers. A prefiller feeds G / P
-#   ranks. Others need the share u of its time in which it is busy, so that is worth u s G / P. And it
-#   comes later, by the wait for a prefiller, its service and possibly another lease; a request has
-#   one of B slots, so a delay of d counts d / B.
+# * Prefilled again, it takes its service time s from one of P prefillers, which feeds G / P ranks. Other
+#   requests need the share u of that time, in which the prefiller is busy: u s G / P. The entry also
+#   comes later, by the wait for a prefiller, its service and possibly another lease; it has one of B
+#   slots, so a delay of d counts d / B.
 #
 # So forcing costs less up to x = sqrt(2 r cost / (G b)).
 
 # The measured pace of a deployment: its steps, departures and prefills.
 #
-# The costs of a lapsed lease and the depth of the pool follow from it (`leases`). The scheduler
-# tells it, so that the live proxy and the simulator measure in the same way.
+# `Leases` derives the costs of a lapsed lease and the depth of the pool from it. The scheduler measures,
+# so that the live proxy and the simulator do it alike.
 
 # Steps and prefills that the means cover: with 8 ranks x 16 slots on the Mooncake trace some 400
 # departures, and with its prompts ten seconds of a prefiller at 5 us per token.
@@ -83,8 +81,8 @@ class Pace:
     """Measures one scheduler.
 
     Args:
-        window_ns: Time that the rate of departures covers: of that in which requests wait for a
-            rank. In any other time it says what arrives, not what the ranks could serve.
+        window_ns: Time that the rate of departures covers. Only time in which requests wait for a rank
+            counts: in any other the rate is that of the arrivals, not what the ranks can serve.
     """
 
     def __init__(self, window_ns: int) -> None:
@@ -138,14 +136,14 @@ class Pace:
     ) -> None:
         """Note a prefill that begins.
 
-        Not of a direct request: it holds its prefiller until it ends, which says nothing about prefills.
+        A direct request is none: it holds its prefiller until it ends.
         """
         self._account(now_ns)
         self._running[request] = prefiller, prompt_tokens, now_ns
         self._running_on[prefiller] = self._running_on.get(prefiller, 0) + 1
 
     def prefill_ended(self, request: RequestId, now_ns: int, prompt_tokens: int = 0) -> None:
-        """Note that a prefill runs no longer; it has computed `prompt_tokens`, 0 if it was lost."""
+        """Note the end of a prefill that computed `prompt_tokens`, 0 if it was lost."""
         if request not in self._running:
             return
         self._account(now_ns)
@@ -210,8 +208,8 @@ class Pace:
         self._accounted_ns = now_ns
 
 
-# Leases of a request that may be left to end. From then on it is forced in, so that it is served
-# within three leases and their prefills.
+# Leases of a request that the scheduler may let end. Then it forces the request in, so that a rank
+# serves it within three leases and their prefills.
 MOST_LAPSES = 2
 _POOL_SHARE = 1 / 6
 _LONGEST_WAIT_NS = 10_000_000_000
@@ -249,14 +247,14 @@ class Leases:
             self.pace.step(duration_ns, loads)
 
     def prefill_began(self, request: Request, now_ns: int) -> None:
-        """Note that a prefiller has begun a request, which need not be a prefill alone."""
+        """Note that a prefiller has begun a request, a prefill or a direct one."""
         if self.pace is not None and request.decode:
             assert request.prefiller is not None
             tokens = request.prompt_tokens
             self.pace.prefill_began(request.request, request.prefiller, tokens, now_ns)
 
     def prefill_ended(self, request: RequestId, now_ns: int, prompt_tokens: int = 0) -> None:
-        """Note that a prefill runs no longer, if it did; see `Pace.prefill_ended`."""
+        """Note the end of a prefill, if one ran; see `Pace.prefill_ended`."""
         if self.pace is not None:
             self.pace.prefill_ended(request, now_ns, prompt_tokens)
 
@@ -281,7 +279,7 @@ class Leases:
 
     def judge(self, pool: Pool, now_ns: int) -> None:
         """Set how much overflow each late entry may cost."""
-        # A deadline that was set holds at any cost.
+        # A deadline in the configuration holds at any cost.
         if self.pace is None or self._config.deadline_ns is not None:
             return
         for entry in pool.overdue(now_ns):
@@ -311,7 +309,7 @@ class Leases:
         return self._config.ranks * self._config.batch_limit if limits is None else sum(limits)
 
     def _overflow_limit(self, entry: PoolEntry, pace: Pace) -> float:
-        """Return the overflow, in tokens, up to which a late entry is forced in; inf if unknown."""
+        """Return the tokens of overflow up to which a late entry is forced in; inf if unknown."""
         config, request = self._config, self._requests[entry.request]
         token_ns, left = pace.step_model.ns_per_token, pace.tokens_left_per_step
         prefill_ns = pace.prefill_ns_per_token
@@ -516,7 +514,7 @@ class Resources:
         self.ledger = ledger
 
     def check(self, requests: Collection[Request], waiting: int) -> None:
-        """Count again what requests hold, from their states, and assert that nothing leaked."""
+        """Recount what requests hold, from their states, and assert that nothing leaked."""
         prefillers, pool, ledger = self._prefillers, self._pool, self.ledger
         ledger.check()
         held = [0] * len(prefillers.held_tokens)

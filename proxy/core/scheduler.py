@@ -91,28 +91,25 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.local_prefill import LocalPrefill
     from balanceroute.proxy.core.rank_memory import RankMemory
 
-# What limits the starts of one scheduler's requests, measures them, and settles what they cost.
-#
-# Each part may be missing, and then costs nothing.
+# The parts that limit, measure and charge the starts of one scheduler's requests. Each may be missing.
 
 _Start = TypeVar("_Start")
 
 
 class Intake:
-    """Passes on what its parts have to know.
+    """Reports a scheduler's events to the parts that need them.
 
     Attributes:
-        fair: Shares what starts among tenants; None for no sharing.
-        meter: Settles what it charged; None if nothing is to settle.
+        fair: Shares the starts among tenants; None for no sharing.
+        meter: Replaces what `fair` charged at a start by the real cost; None if the charge is final.
         budget: Limits the requests in flight; None for no limit.
-        first_tokens: Expects times to first token; None if no part asks.
+        first_tokens: Predicts times to first token; None if no part asks.
         local_prefill: Decides which prompts ranks compute; None for none.
-        memory: What the ranks have of earlier prompts; None if no part asks.
-        follows_time: Whether `advance` is to be called.
+        memory: The blocks of earlier prompts on the ranks; None if no part asks.
+        follows_time: Whether the scheduler calls `advance`.
         held: Whether nothing may start; see `hold`.
-        barred: Whether nothing may start as another process may decide; whoever says so also sees that no
-            tick comes.
-        queues_all: Whether requests that need no prefiller may be in the queue, too.
+        barred: Whether nothing may start because another process may decide; the driver then feeds no tick.
+        queues_all: Whether the queue may also have requests that need no prefiller.
     """
 
     def __init__(
@@ -132,21 +129,21 @@ class Intake:
         self.memory = memory if local_prefill is None else local_prefill.memory
         self.follows_time = budget is not None or first_tokens is not None
         self.held = self.barred = False
-        # What is to be expected of a wait is measured in the queue.
+        # `first_tokens` measures waits in the queue.
         self.queues_all = self.follows_time
 
     @property
     def observer(self) -> Observer | None:
-        """What learns from every event; None for nothing."""
+        """Learns from every event; None if no part does."""
         return None if self.local_prefill is None else self.local_prefill.observe
 
     def orders(self, order: MakeQueueOrder) -> tuple[MakeStartOrder, MakeQueueOrder]:
-        """Return what makes the order of each queue before prefill, and that of the pool."""
+        """Return the makers of the orders of the queues before prefill, and of the pool's order."""
         fair = self.fair
         return (order, order) if fair is None else (fair.make_order, fair.make_pool)
 
     def advance(self, now_ns: int, requests: int, waiting: int) -> None:
-        """Note the time before an event, and the requests until then: all, and before prefill."""
+        """Note the time of an event, and the requests before it: all, and those before prefill."""
         if self.budget is not None:
             self.budget.advance(now_ns, demand=requests > 0)
         if self.first_tokens is not None:
@@ -155,7 +152,7 @@ class Intake:
     def hold(self, *, held: bool) -> None:
         """Let nothing start from now on, or let it start again."""
         self.held = held
-        self.queues_all = True  # From now on: some may be there when it is released.
+        self.queues_all = True  # From now on: some may be in the queue when the hold ends.
 
     def room(self, room: int, held: int, ledger: Ledger, ranks: Ranks) -> int:
         """Return how many of `room` requests may start while `held` are in prefill or in the pool."""
@@ -164,7 +161,7 @@ class Intake:
         return min(room, self.budget.room(held + len(ledger), ranks.open))
 
     def let(self, starts: Iterable[_Start]) -> Iterable[_Start]:
-        """Return those of the starts that could be which may be."""
+        """Return the starts that are allowed now: all, or none while held or barred."""
         return () if self.held or self.barred else starts
 
     def next_ns(self, waiting: int) -> int | None:
@@ -172,7 +169,7 @@ class Intake:
         return self.budget.next_tick_ns if waiting and self.budget is not None else None
 
     def load(self, ticket: Ticket, queue: PrefillQueue, waiting: int, requests: int) -> Load:
-        """Return what an admission rule gets to know of a request that arrives."""
+        """Return the load that an admission rule decides by when a request arrives."""
         if self.first_tokens is None:
             return Load(waiting)
         expected_ns = self.first_tokens.expected_ns(
@@ -181,13 +178,13 @@ class Intake:
         return Load(waiting, expected_ns, idle=requests == 0)
 
     def left_queue(self, request: Request, now_ns: int) -> None:
-        """Note that a request waits no longer before prefill."""
+        """Note that a request left the queue before prefill."""
         request.left_queue_ns = now_ns
         if self.first_tokens is not None and now_ns > request.waiting_since_ns:
             self.first_tokens.started()
 
     def step(self, duration_ns: int | None, loads: "NDArray[np.int64]", now_ns: int) -> None:
-        """Note a decode step, and int64[G], the KV tokens of the ranks after it."""
+        """Note a decode step; `loads` are int64[G], the KV tokens of the ranks after it."""
         if self.meter is not None:
             self.meter.step(duration_ns)
         if self.budget is not None and duration_ns is not None:
@@ -203,7 +200,7 @@ class Intake:
         self.answered(request, now_ns)
 
     def answered(self, request: Request, now_ns: int) -> None:
-        """Note that the client of a request has its first token now, unless it has it already."""
+        """Note that the client of a request has its first token; later calls change nothing."""
         if request.answered:
             return
         request.begin_answer()
@@ -223,15 +220,14 @@ class Intake:
 
 
 def _may_come_early(ticket: Ticket) -> bool:
-    """Return whether a prefiller may say the first token that the client gets."""
+    """Return whether the client may get its first token from a prefiller."""
     return ticket.early_token or not ticket.decode
 
 
 # One round of admissions: decided by the policy, or oldest first if it fails.
 #
-# A policy takes entries out of the pool while it decides. If it raises halfway, or if its
-# decision cannot be carried out, all of them are put back: a round takes effect as a whole or not
-# at all.
+# A policy takes entries out of the pool while it decides. If it raises, or decides something impossible,
+# the scheduler puts all of them back: a round takes effect as a whole or not at all.
 
 OnFailure = Callable[[str, Exception], None]
 """Called with what failed ("policy" or "projection") and the exception."""
@@ -385,7 +381,7 @@ class Scheduler:
         return self._resources.emitted(self._get(number))
 
     def free_slots(self) -> "NDArray[np.int64]":
-        """Return the free slots, int64[G], of open and closed ranks; without a limit, of the batch."""
+        """Return the free slots, int64[G], of open and closed ranks; with early binding those of the batch."""
         beyond = self.policy.slots_beyond_batch or 0
         return self.ranks.free_slots(self.ledger, beyond)
 
@@ -455,7 +451,7 @@ class Scheduler:
                 self.prefill_queue.expire_at(request, queue_end_ns(request, self.config))
 
     def check(self) -> None:
-        """Count again what requests hold, from their states, and assert that nothing leaked."""
+        """Recount what requests hold, from their states, and assert that nothing leaked."""
         self._resources.check(self.requests.values(), self.waiting)
 
     def _get(self, number: RequestId) -> Request:
@@ -519,7 +515,7 @@ class Scheduler:
         self.leases.prefill_ended(event.request, now_ns, event.prompt_tokens)
         assert request.prefiller is not None
         self.prefillers.proved[request.prefiller] = True
-        # It was charged with an estimate of its length, until the engine counted the tokens.
+        # The budget has an estimate of its length until now, when the engine has counted the tokens.
         charged, counted = request.prompt_tokens, event.prompt_tokens
         self.prefillers.correct(request.prefiller, charged_tokens=charged, prompt_tokens=counted)
         request.prefilled(event, now_ns)
@@ -621,7 +617,7 @@ class Scheduler:
         return actions + self._start_prefills(now_ns)
 
     def _switch(self, event: InstanceEvent, now_ns: int) -> list[Action]:
-        """Note that an instance opened or closed, fits other ones, or has requests of others."""
+        """Note that an instance opened, closed, has other pairs or load, or runs foreign requests."""
         may_start = self._switched(event)
         if self.intake.memory is not None and isinstance(event, RankClosed):
             self.intake.memory.forget(event.rank)
@@ -635,7 +631,7 @@ class Scheduler:
         ranks, prefillers = self.ranks, self.prefillers
         match event:
             case PrefillerScraped():
-                return False  # It is for the choice of prefillers, which observes.
+                return False  # Only the choice of prefillers uses it, as an observer.
             case ForeignLoad():
                 ranks.shared(event, self.ledger, self.config)
                 return False
@@ -664,7 +660,7 @@ class Scheduler:
         return True
 
     def _warm(self, event: Event, actions: Sequence[Action], _: int) -> None:
-        """Follow what is on its way to instances that began lately, until there are none."""
+        """Follow the requests on their way to instances with a window, while there are any."""
         self.ranks.saw(event, actions)
         self.prefillers.saw(event, actions)
         if not (self.ranks.warm_up.active or self.prefillers.warm_up.active):

@@ -97,7 +97,7 @@ def part(component: Callable[..., T], *sections: object, **overrides: object) ->
     """Return a component's settings: each of its fields that a section has, by its name.
 
     Args:
-        overrides: Fields that no section has, or not so.
+        overrides: Fields that no section has, or other values of theirs.
     """
     wanted = {one.name for one in fields(component)}  # type: ignore[arg-type]
     found = {

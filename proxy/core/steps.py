@@ -74,19 +74,18 @@ class StepModel:
         return max(0.0, self._ns + slope * (envelope_tokens - self._tokens))
 
 
-# How fast each rank reads its KV cache, as far as the times of the fleet's steps tell.
+# How fast each rank reads its KV cache, estimated from the times of the fleet's steps.
 #
-# A step takes T = a + b x max_g c_g L_g, with c_g the **slowness** of rank g. A balanced fleet
-# tells little of it: the slow ranks set every time, and how much faster the others are does not
-# show. So the latest steps are kept, and for one rank after the other the times are explained
-# anew with another c_g. If that explains them better for certain, the rank gets the value nearest
-# to the old one that does as well as the best. If any smaller one did as well, the rank set no
-# step, and it gets a little less than that: the policy then gives it more, until it sets some.
+# A step takes T = a + b x max_g c_g L_g, with c_g the **slowness** of rank g. In a balanced fleet the
+# slow ranks set every time, so the times do not show how much faster the other ranks are. `LearnedSpeeds`
+# keeps the latest steps and fits them again for one rank after the other, with other values of its c_g.
+# If one fits better beyond doubt, the rank gets the value nearest to the old one that fits as well as the
+# best. If every smaller value fits as well, the rank set no step, and gets a little less than that: the
+# policy then gives it more, until it sets some.
 #
-# The steps that were kept stay valid whatever is believed. Their errors may be correlated, as
-# where another process takes the machine for a while: both sides are differenced by that
-# correlation. While no other c_g explains more, all ranks count as equally fast, and every
-# decision is as without.
+# The kept steps stay valid whatever the estimate. Their errors may be correlated, as when another process
+# takes the machine for a while: the fit differences both sides by that correlation. While no other c_g
+# fits better, all ranks count as equally fast, and no decision changes.
 
 # Steps that are kept, one of each so many.
 _SAMPLES = 256
@@ -221,45 +220,42 @@ def _squares(
     return np.asarray(((times - slope[:, None] * envelopes) ** 2).sum(axis=1))
 
 
-# Which decode ranks make no tokens while others do, as far as their streams tell.
+# Which decode ranks make no tokens while other ranks do, judged by their streams.
 #
-# The reader of streams **looks** at them a few times a second and tells of each rank whether any
-# of its streams moved, and how many of those that stand still would have moved if the rank had
-# made a step. A rank is **silent** for the time in which it has such streams, none of its streams
-# moved, and another rank stepped at its usual pace. It **stands still** once that is more than
-# `FLOOR_S` and more than `STEPS` times the longest gap that its streams had lately: an engine
-# that is slow, or sends several tokens at once, has long gaps, and so has its limit. The same
-# holds for the gaps of the others: by ranks that say something every three seconds nobody can
-# tell what happened in the last two.
+# The reader of streams **looks** at them a few times a second. It reports for each rank whether any of its
+# streams moved, and how many of the still ones would have moved in a step. A rank is **silent** while it
+# has such still streams, none of its streams moves, and another rank steps at its usual pace. It **stands
+# still** once its silence exceeds `FLOOR_S`, and `STEPS` times the longest recent gap of its streams: an
+# engine that is slow, or sends several tokens at once, has long gaps and a long limit. The same holds for
+# the shortest gap of the other ranks: tokens every three seconds do not show what happened in the last two.
 #
-# If no rank steps, none is silent: ranks that share a barrier stop together whoever is at fault.
-# That is the **standstill** of the fleet.
+# If no rank steps, none is silent: ranks that share a barrier stop together whichever is at fault. That is
+# the **standstill** of the fleet.
 #
-# Time counts as far as the one who looks was there to see it: who stood still himself tells 0 s.
-# So a rank is never silent because its streams were not read. Times are float seconds.
+# Only time in which the reader looked counts: after a pause of its own it reports 0 s. So a rank is never
+# silent because the proxy did not read its streams. Times are float seconds.
 
 FLOOR_S = 2.0
 """No rank stands still sooner."""
 STEPS = 4
 """Nor within so many of its own gaps."""
 UNKNOWN_S = 4.0
-"""The limit where its gaps are not known: it may have to compile kernels, or send in bursts."""
-# Gaps of a rank that have to be known. Engines that begin compile kernels and capture graphs.
+"""The limit of a rank without known gaps: it may have to compile kernels, or send in bursts."""
+# Gaps from which the pace of a rank is known: an engine that begins compiles kernels and captures graphs.
 _LEAST_GAPS = 12
 # What is left of the longest gap after a look with a shorter one: a half after ten seconds.
 _FADE = 0.983
 # A rank steps if its last token is no older than its gaps, or than this.
 _USUAL_S = 0.6
 _USUAL_GAPS = 1.5
-# Looks that are older say nothing of the present.
+# An older look says nothing of the present.
 _STALE_S = 1.5
 
 
 class Sighting(Struct, frozen=True, array_like=True):
     rank: RankId
     moved: bool  # Whether any of its streams brought a token since the last look.
-    # Of those that did not, the streams that bring one with every step as a rule, and which
-    # somebody reads.
+    # The still streams that usually bring a token with every step, and whose client reads them.
     still: int
     # The longest gap of its streams that ended since the last look; 0 if none did.
     gap_s: float = 0.0
@@ -300,10 +296,10 @@ class RankProgress:
         self._looked_s = float("-inf")
 
     def look(self, now_s: float, elapsed_s: float, sightings: Iterable[Sighting]) -> None:
-        """Take in what is seen now.
+        """Note a look at all ranks.
 
         Args:
-            elapsed_s: Since the last look; 0 if the reader did not see what came meanwhile.
+            elapsed_s: Since the last look; 0 if the reader did not look in time.
             sightings: One for each rank that has a stream.
         """
         still: list[RankId] = []
@@ -372,9 +368,9 @@ class RankProgress:
         return UNKNOWN_S if own_s is None else max(FLOOR_S, STEPS * own_s)
 
     def limit_s(self, rank: RankId, now_s: float) -> float | None:
-        """Return for how long it may be silent; None if that is not known.
+        """Return for how long a rank may be silent.
 
-        That is while its own pace is not known yet, and while no other rank steps whose pace is.
+        None while its own pace is unknown, or while no other rank of known pace steps.
         """
         return self._limit_s(rank, self.stepping(now_s))
 
@@ -385,12 +381,12 @@ class RankProgress:
         return max(FLOOR_S, STEPS * own_s, STEPS * other_s)
 
     def _gap_s(self, rank: RankId) -> float | None:
-        """Return the longest gap that a rank had lately; None if its pace is not known."""
+        """Return a rank's longest recent gap; None while its pace is unknown."""
         pace = self._paces.get(rank)
         return None if pace is None or pace.gaps < _LEAST_GAPS else pace.gap_s
 
     def stepping(self, now_s: float) -> Stepping:
-        """Return the ranks that step now and whose pace is known. O(G)."""
+        """Return the ranks of known pace that step now. O(G)."""
         gaps = (
             (pace.gap_s, rank)
             for rank, pace in self._paces.items()
@@ -402,8 +398,8 @@ class RankProgress:
         """Return the ranks that stand still, those of the longest silence first.
 
         Args:
-            allowance_s: Returns how much longer a rank may be silent: it computes a prompt, say. Only
-                asked of ranks that would stand still without.
+            allowance_s: Returns how much longer a rank may be silent, as while it computes a prompt. Called
+                only for ranks beyond their limit.
         """
         found: list[tuple[float, RankId]] = []
         stepping = self.stepping(now_s)
@@ -416,9 +412,9 @@ class RankProgress:
         return [rank for _, rank in sorted(found)]
 
     def standstill(self, now_s: float, allowance_s: Callable[[RankId], float]) -> int:
-        """Return how many ranks stand still if no rank at all steps that has streams; else 0.
+        """Return how many ranks stand still together; 0 if any rank steps.
 
-        All have to be longer silent than the slowest of them may.
+        The silence has to exceed the limit of the slowest of them.
         """
         ranks = self._fresh(now_s)
         if not ranks or any(pace.steps(now_s) for pace in self._paces.values()):
@@ -434,5 +430,5 @@ class RankProgress:
         return len(ranks)
 
     def _fresh(self, now_s: float) -> set[RankId]:
-        """Return the ranks that are silent, as far as the reader has just looked."""
+        """Return the silent ranks; none if the last look is old."""
         return set(self._silent_s) if now_s - self._looked_s <= _STALE_S else set()

@@ -21,17 +21,17 @@ from balanceroute.proxy.core.prefill import Prefillers, PrefillRequest
 # The order of requests before prefill and in the pool: the interface for priorities and fair
 # shares.
 #
-# A queue order is a class in `queueing` and a line in its registry. Before prefill a request holds no
-# KV cache, so that is the place to reorder. The first request starts next; if no prefiller has
-# room for it, the others wait with it, so that smaller prompts do not overtake a large one for
-# ever. In the pool a policy chooses among the first few.
+# A queue order is a class in `queueing` and a line in its registry. It reorders before prefill, where a
+# request holds no KV cache. The first request starts next; if no prefiller has room for it, all wait with
+# it, so that smaller prompts do not overtake a large one for ever. In the pool a policy chooses among the
+# first few.
 
 
 class StartOrder(Protocol):
     """Requests before prefill in some order, which may change from one call to the next."""
 
     def add(self, request: RequestId, ticket: Ticket) -> None:
-        """Add a request. One that returns after it was served or lost is added again."""
+        """Add a request, also one that returns after it was served or lost."""
         ...
 
     def remove(self, request: RequestId) -> None:
@@ -203,11 +203,11 @@ _MEAN_WEIGHT = 1 / 128
 
 
 class Kept(NamedTuple):
-    """What the ranks have of the prompt of a waiting request."""
+    """How much of a waiting request's prompt is on the ranks."""
 
     tokens: list[int]  # Of its beginning, by rank. A list: single items of an array take longer.
     mean: float  # Of the open ranks.
-    until: int  # The admission at which it is looked up again.
+    until: int  # The admission at which `Keeping` looks it up again.
 
 
 class PoolEntry(Struct, eq=False):
@@ -218,7 +218,7 @@ class PoolEntry(Struct, eq=False):
     deadline_ns: int | None  # From then on it goes first; None for never.
     expires_ns: int | None  # When it ends with an error; None for never.
     lease_ends_ns: int | None  # When its KV cache counts as lost; None for never.
-    # Ranks to avoid while others are open, the earliest loss first.
+    # Ranks to avoid while another one is open, the earliest loss first.
     lost_on: tuple[RankId, ...] = ()
     overtaken: int = 0  # Entries behind it that were admitted while it waited.
     # Past its deadline, the overflow in tokens up to which it goes first.
@@ -227,9 +227,9 @@ class PoolEntry(Struct, eq=False):
     home: RankId | None = None  # The rank that it waits for, see `Ticket`; None for none.
     # The only ranks that can use its prefiller's KV cache; None for all.
     partners: frozenset[RankId] | None = None
-    # What the ranks had of its prompt when that was looked up last; see `Keeping`.
+    # How much of its prompt was on the ranks at the last look; see `Keeping`.
     kept: Kept | None = None
-    # These follow from the others.
+    # These follow from the fields above.
     slots: int = 0  # Its sequences. One free slot is enough to admit it.
     ranks: frozenset[RankId] | None = None  # The only ranks that can serve it; None for all.
     restricted: bool = False  # Whether some open rank may be closed to it.
@@ -249,7 +249,7 @@ class PoolEntry(Struct, eq=False):
 
 
 BeyondShares = Callable[[Iterable[Ticket]], Set[str]]
-"""Returns the tenants, of those of some requests, that hold more than their share of the ranks."""
+"""Returns those tenants of some requests that hold more than their share of the ranks."""
 
 
 class Pool:
@@ -322,7 +322,7 @@ class Pool:
         return [entries[request] for request in self._order.first(count)]
 
     def held_back(self, count: int) -> Set[str]:
-        """Return the tenants among the first `count` entries whose entries are to wait for others."""
+        """Return the tenants among the first `count` entries that hold more than their share."""
         if self._beyond_shares is None:
             return frozenset()
         return self._beyond_shares(entry.ticket for entry in self.first(count))
@@ -467,11 +467,11 @@ def earliest(*times_ns: int | None) -> int | None:
 
 # The requests that wait for a prefiller, and which of them start.
 #
-# Direct requests, which a prefiller answers whole, wait in a queue of their own: they have a
-# limit of their own, which must not hold up the others. Requests that need no prefiller are here
-# only where requests in flight are limited, or first tokens are expected. Requests that only some
-# prefillers can serve have two such queues for each set of prefillers: one that has to wait holds
-# up later requests only on the prefillers that it waits for.
+# Direct requests, which a prefiller answers whole, have a queue and a limit of their own, so that they do
+# not hold up prefills. Requests that need no prefiller wait here only if the intake limits requests in
+# flight, predicts first tokens, or was on hold. Requests that only some prefillers can serve have two such
+# queues for each set of prefillers: one that waits holds up later requests only on the prefillers that it
+# waits for.
 
 
 class PrefillQueue:

@@ -1,15 +1,14 @@
-"""Instances that began, or came back, get a share of the requests that grows with what they answer.
+"""Instances that began, or came back, get a share of the requests that grows with their answers.
 
-Such an instance is the emptiest, so every rule would send it all that waits. But it is cold: its first
-steps compile kernels and capture graphs, and whether it works at all is not known. So it has a **window**:
-so many requests may be on their way to it, of which it has given no token yet. The first window is one
-request, and each first token makes it wider by one, so that it doubles with every round of first tokens:
-a rank of 256 slots is full after eight of them, which takes a second where a first token takes 0.1 s, and
-as long as the engine needs where its first one takes a minute. There is nothing to set: the pace is what
-the instance itself shows.
+Such an instance is the emptiest, so every rule would send it all waiting requests. But it is cold: its
+first steps compile kernels and capture graphs, and it may not work at all. So it has a **window**: the
+number of requests that it may have without a first token. The first window is one request, and each first
+token widens it by one, so that it doubles with every round of first tokens: a rank of 256 slots is full
+after eight rounds. That takes a second where a first token takes 0.1 s, and as long as the engine needs
+where its first one takes a minute. There is nothing to set: the instance's own pace decides.
 
-A window holds nothing back that has nowhere else to go: it counts only while another instance is open
-that has none. So a fleet that begins as a whole serves at its full rate at once.
+A window counts only while another instance without one is open. So a fleet that begins as a whole serves
+at its full rate at once.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,7 +31,7 @@ from balanceroute.proxy.core.events import (
     RequestRecomputed,
 )
 
-# Of these the first widens the window of where the request is, and the second does not.
+# The first ones widen the window of the request's instance; the second ones do not.
 _PROOFS = (RequestFinished, PrefillDone, FirstToken, DecodeStarted)
 _LOSSES = (DecodeLost, PrefillLost, RequestRecomputed, RequestFailed, RequestCancelled)
 
@@ -40,7 +39,7 @@ _LOSSES = (DecodeLost, PrefillLost, RequestRecomputed, RequestFailed, RequestCan
 @dataclass(slots=True)
 class _Window:
     width: int  # Requests without a first token that it may have.
-    grows: bool  # Whether it becomes wider by each answer, or ends with the first one.
+    grows: bool  # Whether each first token widens it; else the first one ends it.
     waiting: set[RequestId] = field(default_factory=set)  # Those that it has.
 
 
@@ -96,13 +95,13 @@ class WarmUp:
     def saw(self, event: Event, actions: Sequence[Action], full: Sequence[int]) -> None:
         """Follow the requests on their way.
 
-        The event of a loss may already have sent the request to the next instance, of which it says nothing.
+        The event of a loss may already have sent the request on. It says nothing of the next instance.
 
         Args:
             full: By instance, the width at which it is warm.
         """
         if isinstance(event, _PROOFS):
-            # The start of an answer that is not streamed is inferred from the time, which proves nothing.
+            # The driver infers the start of an answer that is not streamed, which proves nothing.
             inferred = isinstance(event, DecodeStarted) and not event.first_token
             if not inferred and event.request not in self._just_sent:
                 self._proved(event.request, full)

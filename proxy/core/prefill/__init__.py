@@ -48,7 +48,7 @@ __all__ = [
 
 
 def _load() -> ModuleType:
-    """Return the module of the choices that are not the default: whoever makes one loads it."""
+    """Return the module of the choices other than the default; it loads at its first use."""
     from balanceroute.proxy.core.prefill import choices  # noqa: PLC0415
 
     return choices
@@ -59,7 +59,7 @@ def _scored(name: str, inputs: PrefillInputs) -> PrefillChoice:
     return choice
 
 
-# The choices that use what was scraped of the prefillers.
+# The choices that use the scraped metrics of the prefillers.
 _SCORED = ("s1-enhanced", "s2-enhanced", "s2-dynamic-waiting")
 USING_LOADS = frozenset(_SCORED)
 
@@ -78,5 +78,5 @@ PREFILL_CHOICES: dict[str, Callable[[PrefillInputs], PrefillChoice]] = {
 
 # The choices that use the blocks of prompts.
 USING_BLOCKS = frozenset({"prefix-aware", "sticky", "cache-aware", "lmetric"})
-# The choices that use what prefillers tell of their caches.
+# The choices that use the cache events of prefillers.
 USING_EVENTS = frozenset({"prefix-aware"})

@@ -63,7 +63,7 @@ class PrefillChoice(Protocol):
 
     @property
     def observer(self) -> Observer | None:
-        """What the choice learns from: called with every event of the scheduler; None for nothing."""
+        """Learns from every event of the scheduler, for the choice; None for nothing."""
         ...
 
     def choose(
@@ -79,7 +79,7 @@ class PrefillChoice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoreSettings:
-    """What scores are made of, and which prefillers are scored at all. None is no limit."""
+    """The weights of scores, and the limits beyond which a prefiller has none. None is no limit."""
 
     # As the source suggests.
     s1_weights: tuple[float, ...] = weights(
@@ -195,9 +195,9 @@ class Pairs:
         return None if prefiller is None else self._ranks.get(prefiller)
 
     def feeds(self, prefiller: PrefillerId, eligible: Eligible | None = None) -> bool:
-        """Return whether an open rank can use its KV caches; of those that are eligible, None for all.
+        """Return whether an open rank can use a prefiller's KV caches; only `eligible` ranks, None for all.
 
-        True if nothing is known of its ranks.
+        True for a prefiller without pairs.
         """
         ranks = self._ranks.get(prefiller)
         if ranks is None:
@@ -242,7 +242,7 @@ class Prefillers:
         self.direct: list[int] = []  # By prefiller, sequences of direct requests.
         self.held_tokens: list[int] = []  # By prefiller, KV tokens held.
         self.pairs = Pairs()  # The ranks that can use each one's KV caches.
-        # By prefiller, whether it has prefilled anything since it began.
+        # By prefiller, whether it has finished a prefill since it began.
         self.proved: list[bool] = []
         self.warm_up = WarmUp()  # The windows of those that began lately.
         self._choice = choice
@@ -289,13 +289,13 @@ class Prefillers:
             self.warm_up.end(prefiller)
 
     def begin(self, prefiller: PrefillerId) -> None:
-        """Let an open prefiller have a share that grows, unless all are as new as it is."""
+        """Give an open prefiller a window that grows, unless all are as new as it is; see `WarmUp`."""
         if any(one and able for one, able in zip(self.proved, self.is_open, strict=True)):
             self.warm_up.begin(prefiller, grows=True)
         self.proved[prefiller] = False
 
     def saw(self, event: Event, actions: Sequence[Action]) -> None:
-        """Follow what is on its way to prefillers that began lately."""
+        """Follow the requests on their way to prefillers with a window."""
         full = _WARM if self._probe_limit is None else min(_WARM, self._probe_limit)
         self.warm_up.saw(event, actions, [full] * len(self.is_open))
 
@@ -316,7 +316,7 @@ class Prefillers:
         """Return the prefiller that takes a request, or None if the request has to wait.
 
         Args:
-            lost_on: Prefillers to avoid while others are open, the earliest loss first.
+            lost_on: Prefillers to avoid while another one is open, the earliest loss first.
             sequences: Sequences of a direct request; 0 for a prefill.
             among: The only prefillers that can serve it; None for all.
             withheld: Prefillers that an earlier request waits for.
@@ -353,7 +353,7 @@ class Prefillers:
         return chosen
 
     def cached_tokens(self, request: PrefillRequest) -> dict[PrefillerId, int] | None:
-        """Return the tokens of a prompt that each prefiller should have; None if the choice goes by none."""
+        """Return the tokens of a prompt that each prefiller should have; None if the choice ignores them."""
         memory: Any = getattr(self._choice, "memory", None)  # A `PrefixMemory`.
         if memory is None:
             return None

@@ -37,13 +37,12 @@ if TYPE_CHECKING:
     import random
 
 
-# The scores of TBLB: how good an instance is by its metrics, relative to the others.
+# The scores of TBLB: how good an instance is by its metrics, relative to the other instances.
 #
-# The formulas are the source's own, also where its documents say otherwise (tests/core/prefill/
-# test_scored.py has the cases). With two members the logarithm gives 0.2 and 1.0 however close
-# they are, so that a cache use of 0.20 against 0.21 counts as 0.20 against 0.80; an idle member
-# gets less than that; and one that is worse in everything may score 0, which excludes it until
-# the next scrape.
+# The formulas are those of its code, also where its documents say otherwise (tests/core/prefill/
+# test_scored.py has the cases). With two members the logarithm gives 0.2 and 1.0 however close they are,
+# so that a cache use of 0.20 against 0.21 counts as 0.20 against 0.80. An idle member gets less than
+# that. A member that is worse in everything may score 0, which excludes it until the next scrape.
 #
 # Source: https://github.com/f5devcentral/llm-inference-lb, core/score_calculator.py at f254c3e.
 

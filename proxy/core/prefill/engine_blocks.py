@@ -1,14 +1,14 @@
-"""Which blocks are in the prefix cache of each engine of a role, as its own events tell.
+"""Which blocks are in the prefix cache of each engine of a role, from the engines' own events.
 
-An engine names a block by a hash that nobody else can compute, and tells its token ids and the block
-before it when it stores it. So a block is known here by both: by the engine's hash, by which it is
-removed, and by the proxy's own, by which a prompt looks for it. What cannot be linked to the start of a
-prompt is left out. Whatever an engine tells, the worst is a wrong expectation.
+An engine names a block by a hash that only it can compute. When it stores the block, it reports its token
+ids and the block before it. So this module keeps two hashes of a block: the engine's, by which the engine
+removes it, and the proxy's own, by which a prompt looks for it. It leaves out blocks that it cannot link
+to the start of a prompt. The worst that false events do is a wrong expectation.
 
 A block also depends on what its engine mixes into its hash beside the token ids: the name of an adapter,
-a cache salt, the images in it. These are mixed into the proxy's own hash too.
+a cache salt, the images in it. The proxy mixes these into its own hash too.
 
-Memory: 64 bytes for each block that fits, taken as they come.
+Memory: 64 bytes for each block that fits, allocated by its first use.
 """
 
 import re
@@ -69,7 +69,7 @@ class KeyTable:
         slots = (keys * np.uint64(_ODD) >> np.uint64(self._shift)).astype(np.intp)
         while len(keys):
             free = self._keys[slots] == 0
-            # Of several keys for one slot the last stays; the others move on.
+            # Of several keys for one slot the last one stays; the rest tries the next slot.
             self._keys[slots[free]] = keys[free]
             there = self._keys[slots] == keys
             self._values[slots[there]] = values[there]
@@ -205,21 +205,20 @@ def _multipliers(count: int) -> NDArray[np.uint64]:
 # The token blocks of prompts that came as text, from the events of the engines that computed
 # them.
 #
-# Nothing here tokenises. But an engine tells the token ids of the blocks that it stores, and the
-# name that the request had for it (`session_id`, vLLM 0.32 and later). So the proxy names each
-# text that it sends by the hash of its last full block of text; see `named`. What comes back
-# under that name are the blocks of that text, whatever made them: a chat template, tools, images,
-# an adapter, a cache salt. The next turn of a conversation begins with the same text, and so, up
-# to there, with the same blocks of tokens.
+# The proxy does not tokenise. But an engine reports the token ids of the blocks that it stores, and the
+# request's `session_id` (vLLM 0.32 and later). So the proxy names each text that it sends by the hash of
+# its last full block of text; see `named`. The engine reports the blocks of that text under this name,
+# whatever made them: a chat template, tools, images, an adapter, a cache salt. The next turn of a
+# conversation begins with the same text, and so, up to there, with the same blocks of tokens.
 #
-# How many tokens a part of a text has is interpolated: the rest is exact.
+# The number of tokens in a part of a text is interpolated; the rest is exact.
 
 # Of tokens, that are remembered in all prompts, and what a block of text counts beside these: 12 MB.
 _MOST_BLOCKS = 1 << 20
 _TEXT_BLOCK = 16
 # Blocks of text on their way to engines that are remembered.
 _MOST_SENT = 1 << 17
-# The length of a text is told in so many parts of a block.
+# A name gives the length of a text in so many parts of a block.
 _PARTS = 64
 _NAME = re.compile(r"br-([0-9a-f]{1,16})-([0-9a-f]{1,4})-([0-9a-f]{1,10})")
 
@@ -256,7 +255,7 @@ class TextPrompts:
         self._sent_blocks = 0
 
     def sent(self, texts: tuple[int, ...]) -> None:
-        """Note the blocks of a text that goes to an engine, which will tell its tokens."""
+        """Note the blocks of a text that goes to an engine, which will report its tokens."""
         self._sent_blocks += len(texts) - len(self._sent.pop(texts[-1], ()))
         self._sent[texts[-1]] = texts
         while self._sent_blocks > _MOST_SENT:
@@ -264,7 +263,7 @@ class TextPrompts:
             self._sent_blocks -= len(oldest)
 
     def tokens(self, texts: tuple[int, ...]) -> "array[int]":
-        """Return the blocks of tokens that a text surely begins with, as far as they are known."""
+        """Return the known blocks of tokens that a text certainly begins with."""
         for text in reversed(texts):
             found = self._beginnings.get(text)
             if found is not None:
@@ -280,7 +279,7 @@ class TextPrompts:
         """Note that an engine has stored consecutive blocks of a prompt.
 
         Args:
-            name: What the prompt is called there; ignored if it is not one of `named`.
+            name: Its name there. A name that `named` did not make is ignored.
             before: The proxy's hash of the block before them; 0 if they begin the prompt.
             tokens: The proxy's hashes of the blocks.
             ancestors: Returns all blocks up to `before`; empty if they are not known.
@@ -339,7 +338,7 @@ class TextPrompts:
                 del self._beginnings[text]
 
 
-# The largest token id that is taken.
+# Larger token ids are refused.
 _MOST_ID = 1 << 40
 # Blocks up to which a prompt is followed back to its start: half a million tokens.
 _MOST_ANCESTORS = 1 << 15
@@ -348,7 +347,7 @@ _MOST_ANCESTORS = 1 << 15
 class Knowledge(Enum):
     """How much is known of what an engine has cached."""
 
-    NONE = "none"  # It tells nothing.
+    NONE = "none"  # It reports nothing.
     SOME = "some"  # It had blocks before its events came.
     ALL = "all"
 
@@ -359,14 +358,14 @@ class EngineBlocks:
     Args:
         block_tokens: Tokens of a block.
         most: Blocks that are known of each engine at most.
-        texts: What others tell of the tokens of texts; None for nobody.
+        texts: The tokens of texts, shared with the engines of another role; None for a table of its own.
     """
 
     def __init__(
         self, block_tokens: int, most: int = 1 << 20, texts: TextPrompts | None = None
     ) -> None:
         self.block_tokens = block_tokens
-        self.texts = TextPrompts() if texts is None else texts  # The same, and what these tell.
+        self.texts = TextPrompts() if texts is None else texts
         self._most = most
         self._caches: dict[int, _Cache] = {}
         self._resets: dict[int, int] = {}
@@ -388,7 +387,7 @@ class EngineBlocks:
         return self._resets.get(engine, 0)
 
     def beginning(self, ticket: Ticket) -> Sequence[int]:
-        """Return a prompt's first blocks of tokens, as far as they are known."""
+        """Return a prompt's first blocks of tokens that are known."""
         return ticket.blocks if ticket.token_blocks else self.texts.tokens(ticket.blocks)
 
     def leading(self, engine: int, hashes: Sequence[int]) -> int:
@@ -414,7 +413,7 @@ class EngineBlocks:
         self._caches[engine] = _Cache(self._most, knowledge)
 
     def forget(self, engine: int) -> None:
-        """Know nothing of an engine any more."""
+        """Drop all blocks of an engine, which then reports nothing."""
         self._caches.pop(engine, None)
 
     def cleared(self, engine: int) -> None:
@@ -439,7 +438,7 @@ class EngineBlocks:
             before: That of the block before them; None if they begin the prompt.
             tokens: Their token ids.
             extras: Hashes of what else they depend on, one for each; empty for nothing.
-            name: What the prompt is called there; see `TextPrompts`.
+            name: The prompt's name there; see `named`.
 
         Raises:
             ValueError: The token ids are not those of so many blocks, or are none.

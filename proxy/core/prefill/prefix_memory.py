@@ -1,6 +1,6 @@
 """What each prefiller is expected to find in its prefix cache.
 
-From the prompts that it was given, or from what it tells itself of its blocks, if it does.
+From the prompts that it was given, or from its own cache events if it sends any.
 """
 
 from collections import Counter, defaultdict, deque
@@ -119,14 +119,14 @@ class _Table:
         slots = (keys >> np.uint64(self._shift)).astype(np.intp)
         while len(keys):
             free = table[slots] == 0
-            # Of several keys for one slot the last stays; the others move on.
+            # Of several keys for one slot the last one stays; the rest tries the next slot.
             table[slots[free]] = keys[free]
             there = table[slots] == keys
             self.count += int(np.count_nonzero(free & there))
             keys, slots = keys[~there], (slots[~there] + 1) & self._mask
 
 
-# What prefillers tell of their caches, and the prompts on their way there, which they cannot tell
+# What prefillers report of their caches, and the prompts on their way there, which they do not report
 # yet.
 
 # Blocks of prompts on their way to one prefiller that are remembered. They are forgotten together when
@@ -194,7 +194,7 @@ class PrefixMemory:
 
     Args:
         blocks: Blocks that are remembered of each prefiller.
-        engines: What prefillers tell of their blocks; None if the proxy does not listen.
+        engines: The blocks that prefillers report; None if the proxy does not listen.
     """
 
     def __init__(self, blocks: int, engines: EngineBlocks | None = None) -> None:

@@ -12,7 +12,7 @@ _WINDOW_MEANS = 64
 # Before so many of its own, a prefiller counts as fast as all together.
 _LEAST = 16
 # How far the fit is drawn to the line through zero: as by prompts that vary by a fifth of their mean.
-# Prompts of one length would not tell a token's time at all.
+# Prompts of one length alone do not show a token's time.
 _PRIOR = 0.2**2
 
 
