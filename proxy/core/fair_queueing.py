@@ -1,4 +1,4 @@
-"""Fair shares of tenants: `fair_queueing` makes what shares the starts of one scheduler."""
+"""Fair shares of tenants: `fair_queueing` makes the parts that share one scheduler's starts."""
 
 import heapq
 from collections.abc import Iterable, Sequence, Set
@@ -11,22 +11,22 @@ from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.queueing import COSTS, KV_SECONDS, Cost
 from balanceroute.proxy.core.waiting import Fcfs, MakeQueueOrder, MakeStartOrder, StartOrder
 
-# Weighted fair queueing before prefill: tenants share what starts, whatever they queue.
+# Weighted fair queueing before prefill: tenants share the starts, however much they queue.
 #
-# Each tenant has a counter of the cost that it was served, divided by its weight, and the tenant
-# with the lowest counter goes next. So no slot is idle while anything waits, and while two
-# tenants wait, their counters differ by at most one largest cost divided by the weight of the
-# tenant ahead: over any time in which tenants i and j both wait, |S_i / w_i - S_j / w_j| <= L /
-# w_i + L / w_j for the costs S that were served and the largest single cost L.
+# Each tenant has a counter of the cost of its started requests, divided by its weight. The tenant with
+# the lowest counter goes next. So no slot is idle while a request waits, and the counters of two waiting
+# tenants differ by at most one largest cost divided by the weight of the tenant ahead: over any time in
+# which tenants i and j both wait, |S_i / w_i - S_j / w_j| <= L / w_i + L / w_j for the costs S of their
+# starts and the largest single cost L.
 #
-# A tenant that comes back after it had nothing to wait for starts at the counter that was served
-# last, the deposits aside: idle time earns no credit. This is start-time fair queueing (Goyal et
-# al., SIGCOMM 1996). Unlike deficit round robin it needs no quantum above the largest cost, and
-# one grant costs O(log tenants).
+# A tenant that returns after a time without waiting requests begins at the counter of the latest start,
+# the deposits aside: idle time earns no credit. This is start-time fair queueing (Goyal et al., SIGCOMM
+# 1996). Unlike deficit round robin it needs no quantum above the largest cost, and one start costs O(log
+# tenants).
 #
-# A cost that is known only as time passes (`kv_meter`) is charged as a deposit, which is given
-# back at the end, and what a tenant owes meanwhile is added to its counter at once. So counters
-# fall as well, and the bound above holds for what is charged, less what is given back.
+# A cost that grows with time (`KvMeter`) is charged as a deposit, which the tenant gets back at the end;
+# the growing cost is added to its counter at once. So counters also fall, and the bound above holds for
+# the charges less what the tenants get back.
 
 # In running means, which so cover about 64 starts of all tenants, and 32 of one.
 _START_WEIGHT = 1 / 64
@@ -47,10 +47,10 @@ class FairShares:
         self._counters: dict[str, float] = {}
         # The queues in which a tenant waits.
         self._queues: dict[str, list[FairQueue]] = {}
-        # The counter that was served last, and what it was without deposits.
+        # The counter of the latest start, with and without deposits.
         self._served_last = self._served_base = 0.0
-        # Means: by how much a start moves that on, and by tenant, what its counter gains from one start
-        # to the next. And what it gained since its last start.
+        # Means: by how much a start raises it, and by tenant, what its counter gains from one start to the
+        # next. And what the counter gained since the tenant's latest start.
         self._advance = 0.0
         self._added: dict[str, float] = {}
         self._since: dict[str, float] = {}
@@ -59,7 +59,7 @@ class FairShares:
         self._deposited: dict[str, float] = {}
 
     def counter(self, tenant: str) -> float:
-        """Return the weighted cost that a tenant was served."""
+        """Return the weighted cost of a tenant's starts."""
         return self._counters[tenant]
 
     @property
@@ -75,7 +75,7 @@ class FairShares:
 
     def _joining(self, tenant: str) -> float:
         """Return the counter of a tenant that begins to wait now."""
-        # The deposits are its own: who has no request in flight comes before those that have.
+        # Its deposits count: a tenant without a request in flight comes before those that have some.
         base = self._served_base + self._deposited.get(tenant, 0.0)
         return max(self._counters.get(tenant, 0.0), base)
 
@@ -108,15 +108,15 @@ class FairShares:
     def starts_before(self, ticket: Ticket, own: int) -> float:
         """Return about how many requests start before one of a tenant, `own` of the same among them.
 
-        All tenants are served when the counter that was served last comes to theirs, and each start
-        moves it on by its mean: whoever comes meanwhile, and whatever it costs, is in that mean.
+        A tenant's turn comes when the counter of the latest start reaches its own. Each start raises that
+        counter by its mean, which includes the costs and the requests that come meanwhile.
         """
         tenant = ticket.tenant
         if self._advance <= 0.0:
             return own
         added = self._added.get(tenant)
         if added is None:
-            # It is taken to start what others start.
+            # Assume that it gains from one start to the next what the other tenants gain.
             added = sum(self._added.values()) / len(self._added)
         counter = self._counters[tenant] if tenant in self._queues else self._joining(tenant)
         # Its own start is the last of those that move it there.
@@ -164,8 +164,8 @@ class FairQueue:
         self._make_order = make_order
         self._tickets: dict[RequestId, Ticket] = {}
         self._queues: dict[str, StartOrder] = {}
-        # (counter, tenant): of each tenant that waits, and of some that do so no longer, the one in
-        # `_entries`, which is at most its counter and is corrected at the top. Others are dropped there.
+        # (counter, tenant) of each waiting tenant, as in `_entries`: at most its counter, and corrected at
+        # the top. Stale pairs are dropped there.
         self._heap: list[tuple[float, str]] = []
         self._entries: dict[str, float] = {}
 
@@ -234,29 +234,28 @@ class FairQueue:
         return request in self._tickets
 
 
-# Who is beyond its share of the decode ranks, when a slot is free and the pool is to choose.
+# Which tenants hold more than their share of the decode ranks, when a slot is free.
 #
-# `kv_meter` decides who starts; requests then wait in the pool, from which a policy takes what
-# suits the barrier, whoever sent it. With n slots and a share p that alone spreads the share of
-# what runs by sqrt(p (1 - p) / n): 8 points of 2 : 1 on 32 slots, for as long as requests stay.
-# No order of the starts undoes it, because a start takes effect only after the pool. So a tenant
-# is held back while it holds
+# `KvMeter` decides which tenant starts a request. The request then waits in the pool, from which a policy
+# takes what suits the barrier, of any tenant. With n slots and a share p that alone spreads the share of
+# the running requests by sqrt(p (1 - p) / n): 8 points of 2 : 1 on 32 slots, for as long as requests stay.
+# No order of the starts undoes it, because a start takes effect only after the pool. So the policy holds a
+# tenant back while it holds
 #
 #     more than its share + a mean request,
 #
-# where shares are by weight among the tenants that a policy may choose from, of the KV tokens
-# that these hold on the ranks. A policy chooses freely among the others, unless the best of those
-# suits the barrier much worse: by more than an eighth of a mean prompt that overflows. So no slot
-# is idle for shares, and where requests differ much in size, balance goes first: what is left of
-# a tenant in the pool is what suits the ranks least.
+# where shares are by weight among the tenants that a policy may choose from, of the KV tokens that these
+# hold on the ranks. A policy chooses freely among the remaining tenants, unless their best request suits
+# the barrier much worse: by more than an eighth of a mean prompt that overflows. So no slot is idle for
+# shares. Where requests differ much in size, balance goes first: a tenant's requests that stay in the pool
+# are those that suit the ranks least.
 #
-# Bound. Where another tenant's choice is nearly as good, a tenant that takes a slot holds at most
-# its share + a mean request at the beginning of that round; a late request that has reserved a
-# rank is exempt, and one round's choices are not counted yet. Somebody may always be taken: not
-# all hold more than their shares. Who is held back gets no slot, so that it is held back no
-# longer than the last of its requests runs, and a deadline in the pool goes before all shares.
-# Starts are counted as before, so that what tenants hold over a long time is bounded as
-# `kv_meter` says.
+# Bound. Where another tenant's request is nearly as good, a tenant that takes a slot holds at most its
+# share + a mean request at the beginning of that round. A late request that has reserved a rank is exempt,
+# and the choices of the present round do not count yet. A policy may always choose from some tenant: not
+# all hold more than their shares. A tenant that is held back gets no slot, so it is not held back after
+# the last of its requests has ended. A deadline in the pool goes before all shares. Starts are counted as
+# before, so that the bound of `KvMeter` holds over a long time.
 
 
 class _Held(Struct):
@@ -303,7 +302,7 @@ class HeldShares:
         return 0 if held is None else held.tokens + self.steps * held.sequences
 
     def held_back(self, tickets: Iterable[Ticket]) -> Set[str]:
-        """Return the tenants that are to wait, of those of some requests; never all of them."""
+        """Return those tenants of some requests that a policy holds back; never all of them."""
         weights = {ticket.tenant: ticket.weight for ticket in tickets}
         if len(weights) < 2 or not self._bound:
             return frozenset()
@@ -331,11 +330,10 @@ class HeldShares:
 
 # `kv-token-seconds`: what a request holds on a decode rank, in KV tokens times seconds.
 #
-# Tenants pay for what their requests hold as time passes, not in advance: a request that is
-# charged at its start with all that it will hold makes its tenant wait for others to catch up
-# with something that has not happened yet. But what starts now is held only later. So a start
-# also deposits what the request holds in a time T, and gets it back when it ends. A tenant's
-# counter so is
+# Tenants pay for what their requests hold as time passes, not in advance: a charge for all that a request
+# will hold would make its tenant wait until other tenants have had as much, for tokens that no rank holds
+# yet. But a request that starts now holds tokens only later. So a start also deposits what the request
+# holds in a time T, and gets it back when it ends. A tenant's counter then is
 #
 #     KV token-seconds held until now + T x KV tokens of its requests in flight,
 #
@@ -357,7 +355,7 @@ class HeldShares:
 # 1 / A|: seven times at A = 1/8, so that shares swing to their limits, and half of it at A = 2.
 # That is the largest answer for stays without memory; it is 0.71 for stays between half and one
 # and a half times their mean (0.83 at A = 1), and 1.12 (1.26) for stays that are all alike, which
-# the pool damps, as some wait there for longer than others. A larger A adds little, and a
+# the pool damps, as requests wait there for different times. A larger A adds little, and a
 # difference decays within T.
 
 _NS_PER_S = 1e9
@@ -368,8 +366,8 @@ _STEP_WEIGHT = 1 / 64
 _STAY_WEIGHT = 1 / 128
 # A: T in mean stays.
 _AHEAD = 2.0
-# T stays as it is while the measured one is within this factor. All deposits are made anew when it
-# changes: old and new ones side by side would favour who has the dearer ones.
+# T stays as it is while the measured one is within this factor. When it changes, all deposits are made
+# anew: a mixture would favour tenants with old deposits over those with new ones, or the other way round.
 _RANGE = 1.25
 # Of its deposit, what a request pays that only a prefiller answers.
 _DIRECT = 1 / 16
@@ -400,7 +398,7 @@ class KvMeter:
     def __init__(self) -> None:
         # Charged with deposits, and with what is held.
         self.shares = FairShares(self.deposit, deposits=True)
-        self.held_shares = HeldShares()  # Who goes from the pool.
+        self.held_shares = HeldShares()  # Decides which tenants the policy holds back.
         self._step_s = 0.0
         # Of the requests that ended, the later ones with more weight: their number, how long they stayed,
         # and what they held beyond their prompts, for each sequence.
@@ -428,7 +426,7 @@ class KvMeter:
         return len(self.shares.unsettled | self._began.keys() | self.held_shares.bound)
 
     def step(self, duration_ns: int | None) -> None:
-        """Note a step; one that was not measured took as long as the others."""
+        """Note a step; one that was not measured counts as long as the mean one."""
         self._steps += 1
         self.held_shares.steps += 1
         if duration_ns is None:
@@ -576,14 +574,14 @@ class FairQueueing(NamedTuple):
 
     make_order: MakeStartOrder  # Makes its queues before prefill.
     make_pool: MakeQueueOrder  # Makes the order of its pool.
-    meter: KvMeter | None  # Settles what was charged; None if the cost is known at the start.
+    meter: KvMeter | None  # Replaces deposits by the real cost; None without deposits.
 
 
 def fair_queueing(cost: str, make_order: MakeQueueOrder) -> FairQueueing:
     """Return the parts for a cost of `FAIR_COSTS`, with an order of requests within each tenant.
 
-    In the pool it is the order of all requests. First come, first served is there as they start: that
-    they came in another order is what the shares are for.
+    It also orders the pool. There first come, first served means in order of the starts, as the shares
+    decide that order.
     """
     meter = KvMeter() if cost == KV_SECONDS else None
     shares = FairShares(COSTS[cost]) if meter is None else meter.shares

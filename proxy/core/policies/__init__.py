@@ -219,7 +219,7 @@ class PolicyInputs:
 
     @property
     def fleet_size(self) -> int:
-        """G, as far as it is there: numbers of ranks that are removed are never used again."""
+        """G without removed ranks, whose numbers are never used again."""
         return self.ranks if self.serving is None else max(1, self.serving)
 
 
@@ -279,7 +279,7 @@ def _br_h(inputs: PolicyInputs) -> Policy:
 
 
 def _baselines() -> ModuleType:
-    """Return the module of the policies that only compare: whoever makes one loads it."""
+    """Return the module of the policies for comparison; it loads at its first use."""
     from balanceroute.proxy.core.policies import baselines  # noqa: PLC0415
 
     return baselines

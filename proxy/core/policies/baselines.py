@@ -78,9 +78,9 @@ class RoundRobin:
 # `br-0-bypass`: BR-0 without the pool, for the earliest start of the KV transfer.
 #
 # When its prefill ends the request goes to a rank at once, scored on the virtual load: all bound
-# requests, running or not. A rank may hold a few requests beyond its batch, so that their KV
-# transfer overlaps with the decoding of the others. With one request at a time there is no subset
-# to choose, and the rule is Stage 1 of BR-0. Paper: §D.6.
+# requests, running or not. A rank may hold a few requests beyond its batch, so that their KV transfer
+# overlaps with the decoding of its batch. With one request at a time there is no subset to choose, and
+# the rule is Stage 1 of BR-0. Paper: §D.6.
 
 
 class BestScore:
@@ -161,8 +161,8 @@ def bucket_tokens(bound: BoundRequest, expected_output: float | None) -> float:
 #
 # A rank costs the time to drain its queue, and a barrier on its KV usage k: queued tokens /
 # throughput + 0.15 s x k / (1 - k). Queued are the tokens of requests that have not joined the
-# batch. Where no limit of the KV cache is known, the barrier is so low that it only decides
-# between equal queues.
+# batch. Without a known limit of the KV cache the barrier is so low that it only decides between equal
+# queues.
 #
 # Source: https://github.com/lightseekorg/smg, model_gateway/src/policies/least_load.rs at
 # 3bb34d0257fb.
@@ -216,7 +216,7 @@ class ScoredRank:
             EngineLoad(
                 waiting=max(0, slots - self._batch_limit),
                 running=min(slots, self._batch_limit),
-                # Only its relation to the others matters.
+                # Only its relation to the other ranks' usage matters.
                 kv_usage=float(fleet.loads[rank]),
             )
             for rank, slots in zip(ranks, bound, strict=True)

@@ -54,7 +54,7 @@ class OldestFirst:
                 pool.admit(entry.request)
                 fleet.bind(rank, entry)
                 assignments.append(Assignment(entry.request, RankId(rank)))
-            # It avoids the only ranks with room, which are open to the others.
+            # It avoids the only ranks with room, which are open to later entries.
             elif fleet.has_room(entry).any():
                 passed_over += 1
             elif entry.ranks is not None:

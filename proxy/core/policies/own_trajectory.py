@@ -7,15 +7,15 @@ free slot of rank g takes the entry e of the `_WINDOW` oldest that minimises
     sum over h of v(h) (P_g(h) + trajectory_e(h) - T(h))**2 / sum of v(h) mean(h)**2 - credit_e,
 
 P_g the summed trajectories of its requests (`curves.py`), T the mean of all ranks with every
-free slot taken by a mean candidate, more on a faster rank. The credit of an entry is its overtakings, in lengths of the pool:
-how much later it is than it would be first come, first served.
+free slot taken by a mean candidate, more on a faster rank. The credit of an entry is its overtakings, in
+lengths of the pool: how much later it is than it would be first come, first served.
 
-Two measurements decide by themselves whether this is used. The two-stage rule decides until the mean
-output is 1.5 times the mean prompt. And a candidate's trajectory counts by as much as what
-the predictor told of it came true so far, so that a predictor that cannot tell requests
-apart leaves the credit to decide: first come, first served. What follows from a request's prompt alone
-does not count there. Every predictor knows it, and to choose by it does harm: a rank that lacks load
-would take the largest prompts, whatever their outputs are, and where these are short lack it again.
+Two measurements decide whether this rule applies. The two-stage rule decides until the mean output is 1.5
+times the mean prompt. And a candidate's trajectory counts in proportion to how well predictions came true
+so far: a predictor that cannot distinguish requests leaves only the credit, which is first come, first
+served. The part of a prediction that follows from the prompt alone does not count as skill. Every
+predictor knows it, and to choose by it does harm: a rank that lacks load would take the largest prompts,
+whatever their outputs, and lack load again where these are short.
 """
 
 from collections.abc import Callable
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.prediction import OutputPredictor
 
 
-# How far predictions of single requests come true, measured on those that leave.
+# How far predictions of single requests come true, measured on requests that leave.
 #
-# A prediction is a request's deviation from the mean request, and so is its outcome. The best
-# linear use of the prediction is its regression slope: 1 if it is calibrated, less if it
-# exaggerates, 0 or below if it tells nothing. A predictor that says the same of all requests has
-# no slope; a little of the outcomes' variance, added to that of the predictions, makes it 0 then.
+# A prediction is a request's deviation from the mean request, and so is its outcome. The best linear use of
+# the prediction is its regression slope: 1 if it is calibrated, less if it exaggerates, 0 or below if it is
+# worthless. A predictor with one answer for all requests has no slope; a little of the outcomes' variance,
+# added to that of the predictions, makes it 0 then.
 
 # Latest requests that the slope is of, and how many without any skill are taken to be before them.
 _WEIGHT = 1 / 256
 _DOUBTED = 16
-# A predictor that explains this share of the variance is followed half the way.
+# If a predictor explains this share of the variance, half of its deviation counts.
 _MARGIN = 0.05
 
 
@@ -188,7 +188,7 @@ class OwnTrajectory:
         return chosen.assignments
 
     def _candidates(self, entries: list[PoolEntry], pool: Pool) -> "_Candidates":
-        """Ask about the entries, and take it that empty slots are refilled with such."""
+        """Ask the predictor about the entries, and assume that they refill the empty slots."""
         self._curves.make_room(
             len(entries), lambda request: request in self._projection or request in pool
         )
@@ -201,7 +201,7 @@ class OwnTrajectory:
         # Empty slots are refilled from the pool, of which these are the next.
         prompts = tokens // sequences
         self.slots.refill_with(prompts, survival)
-        # With one curve for all, what is held is linear in the prompt.
+        # With one curve for all, the tokens that a request holds are linear in its prompt.
         alike = np.add.reduce(survival) / len(entries)
         expected = alike @ self.slots.gained + prompts * (alike @ WEIGHTS)
         loads = self.slots.loads(tokens, sequences, survival)

@@ -4,15 +4,15 @@ The ranks with a free slot choose in order of their safe margin. Each takes the 
 entries that maximises F. If no subset scores above 0, it takes the best single entry anyway. A rank
 that is **reserved** makes room instead, for a large entry that is late.
 
-A request that overflows a rank makes all the others wait until the rank has shed the overflow, or
-the request has left. It costs less to make room on one rank first: a **reserved** rank takes only the
-smallest entries until the overflow is tolerable. While it does so, it alone is idle.
+A request that overflows a rank makes all other ranks wait until the rank has shed the overflow, or the
+request has left. It costs less to make room on one rank first: a **reserved** rank takes only the
+smallest entries until the overflow is tolerable. Meanwhile it alone is idle.
 
 **When is an overflow tolerable?** Let a reserved rank shed v tokens per step (its slots are freed, and
-replaced by small entries). To shed one token more of the overflow x takes 1 / v steps, in which the
-rank stands s - x below the others. It spares each of the G - 1 others a token for as long as the
-overflow would have lasted: x / v steps if the request stays, its residence R if that is shorter, and
-with exponential residences R (1 - exp(-x / (v R))). So both together cost least where
+replaced by small entries). To shed one token more of the overflow x takes 1 / v steps, in which the rank
+is s - x below the other ranks. It spares each of these G - 1 ranks a token for as long as the overflow
+would have lasted: x / v steps if the request stays, its residence R if that is shorter, and with
+exponential residences R (1 - exp(-x / (v R))). So both together cost least where
 
     (G - 1) v R (1 - exp(-x / (v R))) = s - x.
 
@@ -69,7 +69,7 @@ class Candidates(NamedTuple):
     # float64[n], the admissions beyond its turn: first come, first served, the entries ahead would
     # be admitted before it. -inf once it has left.
     beyond_turn: NDArray[np.float64]
-    # bool[n], whether its tenant is to wait for others; None if none is.
+    # bool[n], whether the policy holds its tenant back; None if it holds none back.
     held_back: NDArray[np.bool_] | None = None
     are_oldest: bool = False  # Whether they are the first of `Oldest`.
 
@@ -87,7 +87,7 @@ def sizes(entries: list[PoolEntry]) -> NDArray[np.float64]:
 
 
 def candidates_of(entries: list[PoolEntry], held_back: Set[str]) -> Candidates:
-    """Return the candidates with their arrays; all of them are left, some tenants' are to wait."""
+    """Return the candidates with their arrays; all still wait, and some tenants may be held back."""
     count = len(entries)
     overtaken = np.array([*map(_OVERTAKEN, entries)], np.float64)
     is_left = np.ones(count, np.bool_)
@@ -105,7 +105,7 @@ class Oldest:
         entries: The first of the pool.
         window: How many of those left are candidates.
         spare: How many of them may be admitted before the candidates would be too few.
-        held_back: The tenants that are to wait for others.
+        held_back: The tenants that hold more than their share.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class _Scarce:
         )
 
     def _outlook(self, rank: int, candidates: Candidates) -> "Outlook":
-        """Return the outlook of `rank`: on the candidates, and others may follow them."""
+        """Return the outlook of `rank`: of the candidates, and perhaps of entries behind them."""
         balance, known = self._work.balance, self._outlooks
         if not candidates.are_oldest:
             (outlook,) = balance.outlooks([rank], candidates.sizes)
@@ -428,7 +428,7 @@ class _Order:
 
     def upcoming(self, count: int) -> list[int]:
         """Return about the next `count` ranks, in any order."""
-        # The first places of a heap hold no others for long.
+        # The first places of a heap hold mostly these.
         return [rank for _, _, rank in self._heap[:count]]
 
     def serve_again(self, rank: int) -> None:
@@ -449,8 +449,8 @@ class _View:
 
     Attributes:
         is_late: bool[n], whether each still waits and is late enough to reserve a rank.
-        scores: float64[n], F with the credit and what it is worth to need no pull.
-        room: KV tokens of the largest one that fits.
+        scores: float64[n], F with the credit and the affinity.
+        room: KV tokens of the largest candidate that fits.
     """
 
     def __init__(
@@ -487,11 +487,11 @@ class _View:
         return np.asarray(self.candidates.sizes <= self.room)
 
     def unreserved(self) -> "NDArray[np.bool_]":
-        """Return bool[n], which of those have no rank reserved."""
+        """Return bool[n], which still wait, fit, and have no rank reserved."""
         return np.asarray(self.fits() > self.reserved)
 
     def _within_shares(self, work: Round, free: "NDArray[np.bool_]") -> "NDArray[np.bool_]":
-        """Return bool[n], those of `free` whose tenants need not wait; all if none of them is nearly as good."""
+        """Return bool[n], those of `free` with tenants not held back; all if none of these is nearly as good."""
         waits = self.candidates.held_back
         if waits is None:
             return free
@@ -501,9 +501,9 @@ class _View:
         return preferred if np.count_nonzero(preferred) else free
 
     def best(self, work: Round, rank: int) -> "list[PoolEntry]":
-        """Return the best choice of what has no other rank to itself, or fills this one as well.
+        """Return the best choice of entries without a reserved rank, or that fill this one as well.
 
-        An empty rank waits for no other: it takes what has another rank to itself, too.
+        An empty rank waits for no other: it may also take an entry with a reserved rank.
         """
         free = self.fits()
         if work.fleet.bound[rank] and np.count_nonzero(self.reserved):

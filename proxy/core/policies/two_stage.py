@@ -31,18 +31,17 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.rank_memory import Keeping
 
 
-# Prefix affinity: what it is worth that a request returns to a rank that has its prompt's
-# beginning.
+# Prefix affinity: the worth of a rank that has the beginning of a request's prompt.
 #
-# The rank pulls only the rest. A token that need not be pulled has a price in tokens of F: with
-# kept(g) for what rank g has of a prompt, and its mean over the open ranks, a request on g counts
+# The rank pulls only the rest. A token that it need not pull has a price in tokens of F. With kept(g) for
+# the tokens of the prompt on rank g, and their mean over the open ranks, a request on g counts
 #
 #     price x (kept(g) - mean)
 #
-# more. F is minus the change of the idle tokens, so a price of 1 says that a pulled token is
-# worth as much as a token that one rank idles in one step. There is no threshold: an overflow of
-# x tokens is worth a detour of G x kept tokens, so a conversation leaves a rank that is full by
-# itself. What all ranks have, as a common system prompt, favours nobody.
+# more. F is minus the change of the idle tokens, so at a price of 1 a pulled token is worth as much as a
+# token that one rank idles in one step. There is no threshold: an overflow of x tokens is worth a detour of
+# G x kept tokens, so a conversation leaves a full rank by itself. Tokens that all ranks have, as those of
+# a common system prompt, favour none.
 
 # While slots abound: the price then only chooses between ranks, and idle time costs no output. Of
 # conversations at 0.6 of the capacity 1 pulls 0.64 of the tokens, 3 0.55 and 5 0.48, with 0.0, 0.9 and
@@ -54,8 +53,8 @@ class Affinity:
     """The price during a round.
 
     Args:
-        keeping: What the ranks have of the entries' prompts.
-        price: Of a token that need not be pulled, in tokens that fill: what F counts them.
+        keeping: How much of the entries' prompts is on the ranks.
+        price: Of a token that a rank need not pull, in tokens of F.
     """
 
     def __init__(self, keeping: "Keeping", price: float) -> None:
@@ -70,7 +69,7 @@ class Affinity:
         return np.asarray(WHILE_FREE * self._price * np.array(tokens, np.float64))
 
     def on(self, rank: int, entries: "Sequence[PoolEntry]") -> "NDArray[np.float64]":
-        """Return float64[n], what it is worth for each entry to go to `rank`."""
+        """Return float64[n], the worth of `rank` for each entry."""
         keeping = self._keeping
         now, worth = keeping.admissions, []
         for entry in entries:
@@ -190,8 +189,8 @@ class TwoStageSettings:
     paper: bool = False
 
 
-# Entries about which the predictor is asked in one call, which costs a thirtieth of one for each.
-# Usually there are as many free slots; but those of ranks without memory admit no entry.
+# Entries in one call of the predictor, which costs a thirtieth of a call for each. Usually there are as
+# many free slots; but those of ranks without memory admit no entry.
 _MOST_ASKED = 256
 
 
@@ -271,8 +270,8 @@ class Round:
 
         Args:
             entries: In the order in which they choose; no rank has chosen yet.
-            is_held: Whether an entry waits, given its best rank after the admissions before it. Not
-                asked where it overflows nowhere.
+            is_held: Whether an entry waits, given its best rank after the admissions before it. Not called
+                for an entry that overflows nowhere.
             affinity: Also counts; None for the balance alone.
 
         Returns:
@@ -333,14 +332,14 @@ class Round:
         return np.asarray(asked.adds[row])
 
     def ask_unknown(self, entries: list[PoolEntry]) -> None:
-        """Ask about those of some entries about which the predictor was not asked."""
+        """Ask the predictor about those entries that no earlier call was about."""
         if self._projection is not None:
             unknown = [entry for entry in entries if entry.request not in self._asked]
             if unknown:
                 self._ask(self._projection, unknown)
 
     def _ask(self, projection: Projection, entries: list[PoolEntry]) -> NDArray[np.float64]:
-        """Ask how long entries stay if they are admitted now, and return their survival."""
+        """Ask the predictor how long entries stay if admitted now; return their survival."""
         requests = [entry.request for entry in entries]
         survival = projection.survival(requests, [entry.age for entry in entries])
         asked = _Asked(projection, entries, survival)
@@ -349,7 +348,7 @@ class Round:
 
 
 class _Asked:
-    """Entries about which the predictor was asked in one call.
+    """The entries of one call of the predictor.
 
     Args:
         projection: Whose newcomers they may be.
@@ -378,7 +377,7 @@ class _Asked:
 
 
 def _loads_ahead(projection: Projection, fleet: Fleet) -> NDArray[np.float64]:
-    """Return float64[G, H + 1], the projected loads; of what others have nothing is known ahead."""
+    """Return float64[G, H + 1], the projected loads; those of foreign requests stay as they are."""
     foreign = fleet.foreign_kv_tokens
     if foreign is None:
         return projection.loads_ahead(fleet.loads)
@@ -387,14 +386,12 @@ def _loads_ahead(projection: Projection, fleet: Fleet) -> NDArray[np.float64]:
 
 # Below saturation: a large newcomer waits a moment if it would overflow every rank.
 #
-# While slots are free, no entry behind it has to wait for it, and what it costs is its own moment.
-# What it saves is the step time of everybody: a rank often frees the room within some steps. Many
-# requests with long steps fill the slots in the end, so that without the hold all of them would
-# wait.
+# While slots are free, no entry behind it has to wait for it, so the hold costs only its own delay. A rank
+# often frees the room within some steps, and then the hold saves step time of all requests. Long steps
+# let the slots fill up in the end, so that without the hold all requests would wait.
 #
-# So it pays where slots are about to run out; where they never do, it only lengthens TTFT. A
-# burst fills most slots for a moment at either load: what tells the two apart is how full the
-# fleet was lately.
+# So the hold pays where slots are about to run out; where they never do, it only lengthens TTFT. A burst
+# fills most slots for a moment in either case, so how full the fleet was lately decides.
 
 # Decisions that the mean covers: with 8 ranks x 16 slots two turnovers of the fleet.
 _LATELY = 256
