@@ -3,9 +3,9 @@
 | name | rule |
 | --- | --- |
 | `bounded` | requests are accepted until a given number wait |
-| `early` | and if their first token can be expected before its deadline |
+| `early` | and if their first token is expected before its deadline |
 
-Each of them can be within the limits of tenants, see `tenants`.
+Each of them also works within the limits of tenants, see `tenants`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What expects times to first token, and what limits the requests in flight; both are off by default."""
+"""The prediction of times to first token, and the limit of requests in flight; both are off by default."""
 
 from collections import Counter, deque
 from math import exp
@@ -17,13 +17,12 @@ from balanceroute.proxy.core.events import Ticket
 
 _NS_PER_S = 1_000_000_000
 
-# When the first token of a request that arrives now is to be expected.
+# The expected time to first token of a request that arrives now.
 #
-# Three parts: the wait before prefill, by the requests ahead in the queue's order and the
-# measured rate at which they start; the prefill, by its prompt and the measured time per token;
-# and the rest (pool, KV transfer, first step), as it was lately. Those whose first token may be
-# the prefiller's have a rest of their own, which is none if it is. All are means, so half of the
-# requests take longer.
+# Three parts: the wait before prefill, by the requests ahead in the queue's order and the measured rate of
+# starts; the prefill, by its prompt and the measured time per token; and the rest (pool, KV transfer, first
+# step), as it was lately. Requests whose first token may come from the prefiller have a mean rest of their
+# own, to which such a token adds 0. All are means, so half of the requests take longer.
 
 # Time with a queue that the rate of starts covers, and how much of it is needed to know the rate.
 _WINDOW_NS = 10 * _NS_PER_S
@@ -96,10 +95,9 @@ class FirstTokens:
 
 # `early`: a request that cannot have its first token in time is refused at once.
 #
-# It would wait, and be prefilled perhaps, to expire in the end. Refused at once it costs nothing,
-# and its client can go elsewhere. Requests without a deadline, and those that arrive while
-# nothing waits or runs, are accepted: otherwise a deployment that was slow once would never be
-# measured again.
+# It would wait, and perhaps be prefilled, to expire in the end. A refusal costs nothing, and its client can
+# go elsewhere. The rule accepts requests without a deadline, and those that arrive while nothing waits or
+# runs: otherwise a deployment that was slow once would never be measured again.
 
 _UNAVAILABLE = 503
 _LONGEST_S = 3600
@@ -109,7 +107,7 @@ class EarlyRefusal:
     """Refuses what comes too late.
 
     Args:
-        within: Asked first.
+        within: A rule that decides first.
     """
 
     def __init__(self, within: Admission) -> None:
@@ -143,11 +141,10 @@ class EarlyRefusal:
 #
 # A request is in flight from the start of its prefill until it ends or is queued again, so
 # prefill, pool and decode are all inside the controlled loop. The queue before prefill is outside
-# of it: what waits there holds nothing. A request is granted a start only while fewer than `cap`
-# x open ranks are in flight. So a limit that grows takes effect at once, and one that shrinks
-# cancels nothing: it takes effect as requests end, whatever it was in between.
+# of it: a request there holds nothing. A request may start only while fewer than `cap` x open ranks are in
+# flight. So a higher limit takes effect at once, and a lower one as requests end: it cancels none.
 #
-# Only requests whose client got a first token count for the time to it, whoever said it. Errors
+# Only requests whose client got a first token, from a rank or a prefiller, count for the time to it. Errors
 # are fast, and would raise the limit of a fleet that fails.
 
 
@@ -219,7 +216,7 @@ class Budget:
     """The number of requests in flight that one scheduler may have.
 
     Args:
-        settings: How the limit is moved. A `cap_min` of `cap_max` fixes it.
+        settings: Of the controller. A `cap_min` of `cap_max` fixes the limit.
     """
 
     def __init__(self, settings: AimdSettings) -> None:
@@ -239,12 +236,12 @@ class Budget:
 
     @property
     def ttft_target_ns(self) -> int:
-        """What the p99 time to first token is to keep."""
+        """The target of the p99 time to first token."""
         return self._controller.settings.target_ns
 
     @property
     def next_tick_ns(self) -> int | None:
-        """When the limit is next decided on; None before the first `advance`."""
+        """When `advance` next decides on the limit; None before the first call."""
         return self._next_tick_ns
 
     def room(self, in_flight: int, open_ranks: int) -> int:

@@ -30,8 +30,7 @@ class Refusal:
 
 class Load(Struct, frozen=True):
     waiting: int  # `Scheduler.waiting`, the requests that no engine answers yet.
-    # The expected time to first token of the request that arrives; None if it is not known or not
-    # measured.
+    # The expected time to first token of the request that arrives; None if unknown.
     first_token_ns: float | None = None
     idle: bool = False  # Whether nothing waits or runs.
 
@@ -57,7 +56,7 @@ class Admission(Protocol):
         ...
 
     def began(self, ticket: Ticket, now_ns: int) -> None:
-        """Note that an accepted request was given to an engine; called once at most for each."""
+        """Note that an engine got an accepted request; called once at most for each."""
         ...
 
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
@@ -67,14 +66,14 @@ class Admission(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How much may be taken.
+    """How much a tenant may take.
 
     Raises:
         ConfigError: One of them is below 1.
     """
 
     per_minute: int  # In the long run.
-    burst: int  # At once, after a time in which nothing was taken.
+    burst: int  # At once, after a pause.
 
     def __post_init__(self) -> None:
         for name in ("per_minute", "burst"):
@@ -138,15 +137,15 @@ class BoundedQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AimdSettings:
-    """How a limit per decode rank is moved.
+    """The controller of a limit per decode rank.
 
     Raises:
         ConfigError: A value is out of range; the message begins with its name.
     """
 
     target_ns: int = 2 * _NS_PER_S  # Of the p99 time to first token.
-    # Of the p95 time of a decode step, which is the time per output token: above it the limit is
-    # too high as well. None for no such guard.
+    # Of the p95 time of a decode step, which is the time per output token: a longer one, too, means that
+    # the limit is too high. None for no such guard.
     tpot_target_ns: int | None = None
     window_ns: int = 10 * _NS_PER_S  # Time that the percentiles cover.
     tick_ns: int = 5 * _NS_PER_S  # Time between two decisions.
@@ -155,8 +154,8 @@ class AimdSettings:
     cap_min: int = 32  # The lowest limit.
     cap_max: int = 256  # The highest limit.
     cap_initial: int = 64  # The first limit.
-    factor: float = 0.75  # The limit is multiplied by it to decrease.
-    step_down: int = 0  # What is taken off after that.
+    factor: float = 0.75  # A decrease multiplies the limit by it.
+    step_down: int = 0  # And then subtracts this.
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
@@ -176,7 +175,7 @@ class AimdSettings:
                 raise ConfigError(f"{name} is {value}, must be from {least} to {most}")
 
     def beginning_at(self, cap: int) -> "AimdSettings":
-        """Return these with a limit to begin with, or the nearest that they allow."""
+        """Return these settings with a first limit, or the nearest allowed one."""
         return replace(self, cap_initial=min(max(cap, self.cap_min), self.cap_max))
 
 
@@ -188,7 +187,7 @@ POST_4 = AimdSettings(
 """Subtractive decrease and a long window, for an acquire timeout of 30 s."""
 
 
-# The settings of a limit on the requests in flight; `overload.py` has what keeps it.
+# The settings of a limit on the requests in flight, which `overload.py` enforces.
 
 _PRESETS = {"post5": POST_5, "post4": POST_4}
 # Of a request before prefill: with the limit half of the target, and what `post4` goes with.
@@ -269,7 +268,7 @@ class AimdOptions:
         """Check the settings that depend on each other.
 
         Args:
-            where: Returns what to call a setting.
+            where: Returns the name of a setting for messages.
 
         Raises:
             ConfigError: Two of them exclude each other.

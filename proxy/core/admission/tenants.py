@@ -1,10 +1,9 @@
 """Tenants: what each of them may ask for, within what the deployment as a whole accepts.
 
-A request takes one from its tenant's bucket of requests, and from that of tokens its prompt and the
-most that it may answer. When it ends, the tokens become those that it really had: what it did not use
-comes back, and what it used beyond that is taken, so that the bucket may be in debt. So over any time
-the tokens of a tenant exceed rate x time + burst at most by what its requests in flight turn out to
-be larger than they said.
+A request takes one from its tenant's bucket of requests, and its prompt with the most tokens that it may
+answer from the bucket of tokens. When it ends, it gives back the tokens that it did not use, or takes
+those that it used beyond, so that the bucket may be in debt. So over any time the tokens of a tenant exceed
+rate x time + burst at most by the tokens that its requests in flight use beyond what they stated.
 """
 
 from collections.abc import Mapping
@@ -22,10 +21,9 @@ from balanceroute.proxy.core.admission.rules import (
 )
 from balanceroute.proxy.core.events import Ticket
 
-# A token bucket: what may be taken at a steady rate, and in bursts of a given size.
+# A token bucket: it allows a steady rate, and bursts of a given size.
 #
-# All of it is in integers, so that over any time no more is granted than rate x time + burst,
-# exactly.
+# It counts in integers, so that over any time it grants at most rate x time + burst, exactly.
 
 # A bucket counts in these parts, of which each nanosecond adds `per_minute`.
 _PARTS = 60_000_000_000
@@ -42,25 +40,25 @@ class Bucket:
         self._since_ns = now_ns
 
     def available(self, now_ns: int) -> int:
-        """Return what may be taken now; negative if more was taken than there was."""
+        """Return the amount that is available now; negative for a debt."""
         self._refill(now_ns)
         return self._level // _PARTS
 
     def take(self, amount: int, now_ns: int) -> None:
-        """Take something, whatever there is; a negative amount is given back."""
+        """Take an amount, even beyond what is available; a negative one gives back."""
         self._refill(now_ns)
         self._level = min(self._level - amount * _PARTS, self.rate.burst * _PARTS)
 
     def wait_ns(self, amount: int, now_ns: int) -> int:
-        """Return the time until so much may be taken; 0 if that is now.
+        """Return the time until so much is available; 0 for now.
 
-        It is never if `amount` exceeds the burst, which the caller has to see.
+        The caller checks that `amount` does not exceed the burst: more is never available.
         """
         self._refill(now_ns)
         return max(0, -((self._level - amount * _PARTS) // self.rate.per_minute))
 
     def change(self, rate: Rate, now_ns: int) -> None:
-        """Refill at another rate. What was taken stays taken."""
+        """Refill at another rate from now on."""
         self._refill(now_ns)
         self._level = min(self._level, rate.burst * _PARTS)
         self.rate = rate
@@ -72,21 +70,21 @@ class Bucket:
         self._since_ns = now_ns
 
 
-# How many are somewhere, and how soon they leave: the source of an honest `Retry-After`.
+# How many requests a tenant has in one place, and how soon they leave it: the basis of `Retry-After`.
 
-# Time constant of the mean: it forgets what is a few of these ago.
+# Time constant of the mean.
 _MEMORY_NS = 30_000_000_000
 
 
 class TenantOccupancy:
-    """Counts who is there, and measures the rate at which they leave while anybody is."""
+    """Counts the requests in one place, and measures the rate at which they leave it."""
 
     __slots__ = ("_busy_ns", "_score", "_scored_ns", "_since_ns", "count")
 
     def __init__(self) -> None:
-        self.count = 0  # How many are there.
+        self.count = 0
         self._since_ns = 0
-        # Time in which anybody was there: an empty queue says nothing of how fast it empties.
+        # Time with any request there: an empty queue does not show how fast it empties.
         self._busy_ns = self._scored_ns = 0
         self._score = 0.0
 
@@ -102,7 +100,7 @@ class TenantOccupancy:
         self._scored_ns = self._busy_ns
 
     def wait_ns(self, places: int, now_ns: int) -> float:
-        """Return the time in which so many will leave; infinite if none ever did."""
+        """Return the time in which so many requests will leave; infinite if none ever did."""
         self._pass(now_ns)
         score = self._score * exp((self._scored_ns - self._busy_ns) / _MEMORY_NS)
         if not score:
@@ -117,10 +115,10 @@ class TenantOccupancy:
         self._since_ns = now_ns
 
 
-# Of a sequence of a request that names no limit.
+# For a sequence of a request without a limit.
 UNSTATED_OUTPUT_TOKENS = 256
 _NS_PER_S = 1_000_000_000
-# What a queue does beyond it is not known.
+# A rate of departures says nothing of times beyond it.
 _LONGEST_S = 60
 # Its key was good when the request came in, and the file has changed since.
 _UNKNOWN = Refusal(401, "the key is not valid any more", None, "unknown")
@@ -138,7 +136,7 @@ class Account:
         self.change(limits, now_ns)
 
     def change(self, limits: TenantLimits, now_ns: int) -> None:
-        """Take other limits; what was counted and taken stays."""
+        """Take other limits; counts and buckets stay."""
         self.limits = limits
         self.requests = _changed(self.requests, limits.requests, now_ns)
         self.tokens = _changed(self.tokens, limits.tokens, now_ns)
@@ -197,10 +195,10 @@ class Account:
 
 
 class Tenants:
-    """Accepts what the tenant's limits allow and the deployment has room for.
+    """Accepts requests within their tenant's limits, if another rule accepts them too.
 
     Args:
-        within: Asked last. What it refuses is an overload of the deployment, no fault of the tenant:
+        within: A rule that decides last. Its refusals are an overload of the deployment, not of the tenant:
             the status is then 503.
         limits: By tenant.
         now_ns: The present.
@@ -259,14 +257,14 @@ class Tenants:
         self._within.ended(ticket, ending, now_ns)
 
     def refuse_early(self, tenant: str, now_ns: int) -> Refusal | None:
-        """Return why a request is rejected whatever it asks for; it is offered later all the same."""
+        """Return why any request of the tenant is rejected now, or None; `offer` still has to follow."""
         account = self.accounts.get(tenant)
         return _UNKNOWN if account is None else account.refuse(0, now_ns)
 
     def offer_alone(self, tenant: str, now_ns: int) -> Refusal | None:
-        """Reject a request beyond its tenant's limits that the scheduler never knows.
+        """Count a request that the scheduler never gets, or return why its tenant's limits reject it.
 
-        Nothing is said of its tokens before it ends, so it needs a bucket that is not in debt.
+        Its tokens are unknown until it ends, so it only needs a bucket that is not in debt.
         """
         account = self.accounts.get(tenant)
         if account is None:
@@ -277,7 +275,7 @@ class Tenants:
         return refusal
 
     def ended_alone(self, tenant: str, tokens: int, now_ns: int) -> None:
-        """Take the tokens of such a request, and forget it."""
+        """Take the tokens of a request that `offer_alone` accepted."""
         self._left(tenant, tokens, now_ns)
 
     def _left(self, tenant: str, tokens: int, now_ns: int) -> None:
@@ -290,16 +288,16 @@ class Tenants:
 
 
 def stated_tokens(ticket: Ticket) -> int:
-    """Return what a request may have by its own word: its prompt and the most that it may answer.
+    """Return the tokens that a request may have: its prompt and the most that it may answer.
 
-    Without a limit that is what its client expects, or else a constant. Sequences share the prompt.
+    Without a limit the answer has as many as its client expects, else a constant. Sequences share the prompt.
     """
     output = ticket.max_tokens or ticket.expected_tokens or UNSTATED_OUTPUT_TOKENS
     return ticket.prompt_tokens + ticket.slots * output
 
 
 def _real_tokens(ticket: Ticket, ending: Ending) -> int:
-    # Who leaves while the prompt is being computed has had it, as far as anybody knows.
+    # A client that leaves during its prefill is charged for the prompt.
     prompt_tokens = ending.prompt_tokens or (ticket.prompt_tokens if ending.began else 0)
     return prompt_tokens + ending.output_tokens
 
