@@ -1,1 +1,1 @@
-"""What does not depend on the version of HTTP: messages, replies, limits, the SSE scanner."""
+"""The parts that all versions of HTTP share: messages, replies, limits, the SSE scanner."""

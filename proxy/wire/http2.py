@@ -4,13 +4,13 @@ Needs the extra `h2`, whose library has the frames, the header compression and t
 one of the HTTP/1.1 server's `Service`: limits, deadlines, keys, the body budget and the drain are the same,
 and so is the application. What a client can make the server do or keep is bounded:
 
-- Requests at a time, by SETTINGS; a client that does not know them yet is refused those beyond.
-- Heads, by the limits of heads; what is beyond four times as much ends the connection.
-- Bodies, by their budget: a window is opened again as it is taken in.
-- Answers that are not read, by the write buffer of each: then its engine is paused.
-- Requests that are given up, and frames that move nothing (PING, SETTINGS, PRIORITY, empty DATA, ..), by
-  buckets. Each DATA frame that was sent allows for two WINDOW_UPDATEs.
-- What the socket does not take: then nothing more is read.
+- Requests at a time, by SETTINGS; the server refuses more, as a client may send them before it knows.
+- Heads, by the limits of heads; one of four times as much ends the connection.
+- Bodies, by their budget: the server opens a window again as it takes the bytes in.
+- Answers that the client does not read, by the write buffer of each: the proxy then pauses the engine.
+- Requests that the client gives up, and frames that move nothing (PING, SETTINGS, PRIORITY, empty DATA,
+  ..), by buckets. Each sent DATA frame allows for two WINDOW_UPDATEs.
+- Bytes that the socket does not take: the server then reads nothing more.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ _OF_HTTP_1 = frozenset(
 
 
 class Frames(H2Connection):  # type: ignore[misc, unused-ignore]
-    """The frames of one connection. What is wrong with one request is for its stream to say.
+    """The frames of one connection. A fault of one request is left to its stream.
 
     Args:
         streams: Requests at a time.
@@ -113,7 +113,7 @@ class Frames(H2Connection):  # type: ignore[misc, unused-ignore]
         return stream
 
     def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
-        """Go on with what runs, as RFC 9113 section 6.8 has it: the library would end it."""
+        """Finish running requests (RFC 9113 section 6.8): the library would end them."""
         del frame
         return [], [ConnectionTerminated()]
 
@@ -170,7 +170,7 @@ class Http2ServerConnection(asyncio.Protocol):
         self._idle_frames = LeakyBucket(_IDLE_BURST, _IDLE_PER_S, clock)
         self._updates = _IDLE_BURST * 1.0  # WINDOW_UPDATEs that the client may send.
         self._last = 0  # The highest stream that came.
-        self._turned_away = False  # Whether the client was told to go.
+        self._turned_away = False  # Whether a GOAWAY went either way.
         self._is_served = self._is_there = self._scheduled = self._paused = False
         self._idle_since_s = clock()
 
@@ -416,7 +416,7 @@ class Http2ServerConnection(asyncio.Protocol):
             self._transport.write_at_once(data)
 
     def _settle(self, stream: ServerStream) -> None:
-        """Forget a stream that nobody works on once all of it was sent."""
+        """Forget a stream whose exchange has ended once all of it was sent."""
         number = stream.number
         if stream.cut_when_sent:
             self._reset(number, ErrorCodes.INTERNAL_ERROR)
@@ -511,7 +511,7 @@ class Http2ServerConnection(asyncio.Protocol):
         self._close_if_done()
 
     def _turn_away(self) -> None:
-        """Serve nothing more, and say so: the library's own GOAWAY would end what runs."""
+        """Serve nothing more, and send a GOAWAY: the library's own would end running requests."""
         if not self._is_there:
             return
         if not self._turned_away:
@@ -549,7 +549,7 @@ class Http2ServerConnection(asyncio.Protocol):
 
 
 class EitherConnection(ServerConnection):
-    """A connection whose first bytes tell its protocol.
+    """A connection whose first bytes determine its protocol.
 
     Args:
         streams: Of HTTP/2, requests at a time.

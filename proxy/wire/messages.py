@@ -42,9 +42,9 @@ Payload = bytes | Pieces
 
 
 class Learned(Struct):
-    """What the application has worked out of a head.
+    """The facts that the application has derived from a head.
 
-    The requests of a connection share it whose heads differ at most by the length of their bodies.
+    Requests of a connection whose heads differ at most by the length of their bodies share it.
     """
 
     facts: Any = None  # The application's own; None until it has any.
@@ -207,7 +207,7 @@ def first_value(headers: Headers, name: bytes) -> bytes | None:
     return None
 
 
-# What requests are sent through, whatever the version of HTTP.
+# How to send requests, in any version of HTTP.
 
 
 class ResponseHandler(Protocol):
@@ -400,7 +400,7 @@ TransportT = TypeVar("TransportT", bound=AnyTransport)
 
 
 class ReplyState(ABC, Generic[TransportT]):
-    """How far a reply is, and whom it tells; see `Reply`. How it is framed is a subclass's.
+    """The state of a reply and its callbacks; see `Reply`. Subclasses frame it.
 
     Args:
         head_only: Whether the request wants no body.

@@ -1,7 +1,7 @@
 """One request of a client and its answer, on a stream of its own: of HTTP/2 or HTTP/3.
 
-The rules are those of `http1/server_connection.py`: a request reaches the application complete or not
-at all, and what its head rules out is answered before the body is read.
+The rules are those of `http1/server_connection.py`: a request reaches the application complete or not at
+all, and a request that its head rules out is answered before the server reads the body.
 """
 
 import logging
@@ -65,8 +65,8 @@ def request_head(fields: Headers, limits: ServerLimits) -> RequestHead:
         raise MalformedError("the request has too many headers", 431)
     protocol = pseudo.get(b":protocol", b"").lower()
     if method == b"CONNECT" and protocol == b"websocket":
-        # Over HTTP/1.1 this is a GET with this header (RFC 9220). Its method stays, so that nobody answers
-        # it with 200, which would open a tunnel.
+        # Over HTTP/1.1 this is a GET with this header (RFC 9220). Its method stays, so that no application
+        # answers it with 200, which would open a tunnel.
         headers.append((b"upgrade", protocol))
     elif method not in METHODS:
         raise unknown_method(method)
@@ -239,7 +239,7 @@ class StreamOwner(Protocol):
         """Return the bytes of a stream that the client has not acknowledged."""
 
     def left(self, stream: "ServerStream") -> None:
-        """Note that nobody works on a stream any more; what was written may still be on its way."""
+        """Note the end of a stream's exchange; written bytes may still be on their way."""
 
 
 class _Stage(Enum):
@@ -289,12 +289,12 @@ class ServerStream:
 
     @property
     def reads(self) -> bool:
-        """Whether anything that still comes is of interest."""
+        """Whether the stream still uses bytes that come."""
         return self._stage in (_Stage.HEAD, _Stage.BODY)
 
     @property
     def has_left(self) -> bool:
-        """Whether nobody works on it any more."""
+        """Whether its exchange has ended."""
         return self._stage is _Stage.LEFT
 
     def check_head(self, size: int) -> None:
@@ -346,7 +346,7 @@ class ServerStream:
             self._complete()
 
     def lose(self) -> None:
-        """Note that the client does not want an answer any more, or is gone."""
+        """Note that the client has given up the request, or is gone."""
         reply, self._reply = self._reply, None
         self._leave()
         if reply is not None:

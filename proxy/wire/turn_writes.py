@@ -1,4 +1,4 @@
-"""What connections write within one turn of the loop goes to their sockets together, at its end.
+"""Connections write to their sockets together, at the end of each turn of the loop.
 
 A write wakes its reader. On a machine that has not one core for each process the reader then takes the
 writer's core, and comes back for the next write: a turn with many writes is quicker if they follow
@@ -47,7 +47,7 @@ class WriteTurn:
 
 
 class Borrower(Protocol):
-    """Who uses a socket in place of its transport for a while."""
+    """Uses a socket in place of its transport for a while."""
 
     @property
     def waiting(self) -> int:
@@ -58,7 +58,7 @@ class Borrower(Protocol):
 
 
 class TurnTransport:
-    """A transport whose writes wait for the end of the turn, or for whatever else is asked of it."""
+    """A transport whose writes wait for the end of the turn, or for the next other call."""
 
     __slots__ = ("_borrower", "_transport", "_turn", "_waiting", "is_closing", "pending", "send")
 
@@ -72,9 +72,9 @@ class TurnTransport:
         self.pending = b""  # What waits.
 
     def lend(self, borrower: Borrower) -> int:
-        """Let somebody else use the socket until `reclaim`; return its descriptor, -1 if nobody can.
+        """Lend the socket to `borrower` until `reclaim`; return its descriptor, -1 if that is impossible.
 
-        Whatever is written here meanwhile, and whatever closes it, gets it back first.
+        Every write, and a close, reclaims it first.
         """
         inner = self._transport
         if self.is_closing() or self.is_encrypted or self.get_write_buffer_size():
@@ -112,7 +112,7 @@ class TurnTransport:
             self.send(data)
         elif self.pending:
             self.pending += data
-            if len(self.pending) > _LARGE_BYTES:  # The writer is to learn that its reader is slow.
+            if len(self.pending) > _LARGE_BYTES:  # So that the writer notices a slow reader.
                 self.flush()
         else:
             self.pending = data
@@ -182,15 +182,14 @@ class TurnTransport:
 
 # Whether a peer takes what is written to it.
 #
-# The kernel holds megabytes for a peer, and takes more only when a third of that has gone. So a
-# buffer of ours that does not shrink says little of a slow peer: what the kernel still holds is
-# counted, too.
+# The kernel holds megabytes for a peer, and takes more only when a third of that has gone. So a write
+# buffer that does not shrink does not prove a slow peer: the bytes that the kernel holds count, too.
 
 _COUNT = struct.Struct("i")
 
 
 def held_by_kernel(connected: socket.socket | None) -> int:
-    """Return the bytes written that a peer has not acknowledged; 0 where the system does not tell."""
+    """Return the bytes written that a peer has not acknowledged; 0 where the system has no such count."""
     if connected is None or sys.platform != "linux" or connected.fileno() < 0:
         return 0
     try:

@@ -41,9 +41,9 @@ _VALID_S = 5.0
 class Addresses:
     """The addresses of one host.
 
-    A name is resolved again after some time, so that an engine that moved is found. While that fails or
-    takes long, the last good addresses are used: a resolver that is down says nothing about the
-    engine. Of several addresses, those at which the last attempt failed come last.
+    It resolves a name again after some time, to find an engine that moved. While that fails or takes long,
+    it returns the last good addresses: a resolver that is down says nothing about the engine. Addresses at
+    which the last attempt failed come last.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Addresses:
             return self.known
         if self._asking is None:
             self._asking = self._loop.create_task(self._ask())
-        # `wait` does not cancel the task with its caller: others may wait for it too.
+        # `wait` does not cancel the task with its caller: other callers may wait for it too.
         patience_s = _PATIENCE_S if self.known else None
         _, silent = await asyncio.wait([self._asking], timeout=patience_s)
         if silent:
@@ -89,7 +89,7 @@ class Addresses:
         return self.known
 
     def tried(self, address: str, *, accepted: bool) -> None:
-        """Note what became of an attempt to connect."""
+        """Note whether an address accepted a connection."""
         if accepted:
             self._failing.discard(address)
         else:
@@ -170,13 +170,13 @@ class Endpoint:
         connect_timeout_s: Until a connection is open, including name resolution and TLS.
         tcp_timeout_s: Connections to a host that acknowledges nothing for this time are closed; 0 for
             the system's own limits.
-        addresses: Those of the host, which others may share.
+        addresses: Those of the host, which other endpoints may share.
         resolve: Returns the addresses of a name; by default the loop's `getaddrinfo`.
         max_idle: Idle connections kept; more are closed.
         idle_timeout_s: How long they are kept. Below the 5 s of uvicorn, which serves vLLM, so that
             the engine rarely closes first.
         max_head_bytes: Limit of a response's head, including interim responses.
-        expiry_clock: Tells whether a request may still be written; by default the loop's.
+        expiry_clock: The clock of `expires_s`; by default the loop's.
     """
 
     def __init__(
@@ -248,8 +248,7 @@ class Endpoint:
             headers: Without Host. The endpoint frames the message itself and drops framing headers. What
                 several requests have in common may be given as lines of `encode_fields`.
             handler: Receives the response, never before this returns.
-            crashed: Called with what the handler raised, after which the call is over; None lets the
-                exception propagate.
+            crashed: Called with the handler's exception, which ends the call; None lets it propagate.
             expires_s: From when on the request must not be written, by `expiry_clock`; None for never.
             lines: The handler, if it takes events one by one.
             fresh: Whether it goes on a connection on which no request went before.
@@ -277,7 +276,7 @@ class Endpoint:
     def close_idle(self) -> None:
         """Close idle connections, after a response on one that does not belong to its request.
 
-        Others may be off by one response as well.
+        Other idle connections may be off by one response as well.
         """
         self._close_idle(len(self._idle))
 
@@ -356,7 +355,7 @@ class Endpoint:
                 self._idle[connection] = since_s  # One that is not would most likely come first.
                 return None
             if self._loop.time() - since_s >= self._idle_timeout_s:
-                connection.drop()  # The others are older still, so the loop drops them too.
+                connection.drop()  # The rest is older still, so the loop drops it too.
             elif connection.is_reusable():
                 return connection
             else:
@@ -425,8 +424,8 @@ class Endpoint:
     async def _connect_in_time(self) -> ClientConnection:
         """Connect; raise TimeoutError if that takes too long.
 
-        In two halves: timers come before what is to be read, so that after a standstill of this process
-        a connection that the engine took long ago would be overdue. Between the halves it is seen.
+        In two halves: a loop runs timers before it reads, so that after a standstill of this process a
+        connection that the engine accepted long ago would be overdue. Between the halves the loop sees it.
         """
         half_s = self._connect_timeout_s / 2
         async with asyncio.timeout(None) as limit:
@@ -447,7 +446,7 @@ class Endpoint:
         addresses = await self._addresses.get()
         share_s = (end_s - self._loop.time()) / len(addresses)
         for number, address in enumerate(addresses, start=1):
-            # A host that is silent must not take the time of the others. The last one has what is left.
+            # A silent address must not use up the time of the next ones. The last one has the rest.
             left = len(addresses) - number
             try:
                 async with asyncio.timeout_at(end_s - share_s * left if left else None):
@@ -478,7 +477,7 @@ class Endpoint:
 class ResponseRoom:
     """Bounds the bytes of the responses that are being collected at a time.
 
-    At the limit the longest one ends, so that those who answer at length take no room of the others.
+    At the limit the longest one ends, so that long responses take no room of short ones.
     """
 
     __slots__ = ("_collectors", "_limit_bytes", "held")
@@ -576,7 +575,7 @@ async def fetch(
         timeout_s: Until the response is complete, including the connection.
         max_bytes: Limit of the response's body.
         cut: Whether a longer body is cut; otherwise it is an error.
-        room: Bounds it together with others.
+        room: Bounds it together with other responses.
 
     Raises:
         WireError: There was no complete response (TIMEOUT: not in time).

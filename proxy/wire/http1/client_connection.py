@@ -6,9 +6,9 @@ Rules:
 2. A connection is reused only in a known state: the response complete with nothing after it, the
    request written completely, and neither side about to close.
 3. A handler may abort its call, or begin another one, from within any callback.
-4. A request is sent a second time only if it has no side effects. A POST whose connection was lost may
-   have had them already: a decode rank may have pulled the KV cache, which is then gone. Its caller is
-   told whether the engine is still there (STALE), and decides.
+4. The pool repeats only a request without side effects. A POST whose connection was lost may have had
+   some: a decode rank may have pulled the KV cache, which is then gone. Its caller gets STALE if the engine
+   is still there, and decides.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _JOIN_BYTES = 65_536
 
 
 class ConnectionPool(Protocol):
-    """What a connection needs of the pool that it belongs to."""
+    """The pool of a connection."""
 
     turn: WriteTurn  # Gathers the writes of all connections.
     stale: int  # How many POSTs in a row were lost with reused connections.
@@ -82,7 +82,7 @@ class Call(Struct, eq=False):
     sent: bool = False  # Whether bytes of the request were written.
     answered: bool = False  # Whether any byte of a response arrived.
     done: bool = False
-    lost: bool = False  # Whether its connection is, and its handler hears of that in a moment.
+    lost: bool = False  # Whether its connection is lost, which the handler learns in a moment.
     paused: bool = False
     # While it uses one.
     connection: "ClientConnection | None" = None
@@ -203,7 +203,7 @@ class ClientConnection(asyncio.Protocol):
         if self._poll is None:
             socket = self._transport.get_extra_info("socket")
             descriptor = socket.fileno()
-            if descriptor < 0:  # Of a loop in virtual time, which says what a poll would.
+            if descriptor < 0:  # Of a loop in virtual time, which answers as a poll would.
                 return not socket.readable
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
@@ -263,7 +263,7 @@ class ClientConnection(asyncio.Protocol):
         return self._call is not None
 
     def lend(self, borrower: Borrower) -> int:
-        """Let somebody else read the chunks that follow; return the descriptor, -1 if nobody can."""
+        """Lend the reading of further chunks; return the descriptor, -1 if that is impossible."""
         call = self._call
         if call is None or call.paused or self._stage is not _CHUNKED or self._decoder.is_within:
             return -1
@@ -277,7 +277,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.returned(b"")
 
     def go_on(self, data: bytes) -> None:
-        """Process what was read and not taken, and read on."""
+        """Process bytes that the borrower read and did not take, and read on."""
         call = self._call
         if call is None:
             return

@@ -142,7 +142,7 @@ def parse_response_head(head: bytes) -> ResponseHead:
     """Parse a response's head, from the status line to the blank line.
 
     Engines answer with the same few heads, which differ by a length within one second. So results are
-    kept, and nobody may change them.
+    cached, and callers must not change them.
 
     Raises:
         MalformedError: It violates the grammar, or its framing is ambiguous.

@@ -1,4 +1,4 @@
-"""A request as it arrives: what of it is parsed, and what is not yet."""
+"""A request as it arrives: its head, its body, and the bytes that are not parsed yet."""
 
 import re
 from collections.abc import Callable
@@ -98,7 +98,7 @@ class IncomingBody:
         return MalformedError(f"the request's body is larger than {self._limit} bytes", 413)
 
 
-# The heads of one connection's requests, most of which say again what the one before them said.
+# The heads of one connection's requests, most of which repeat the one before.
 
 # As most clients write it. A head in which it is written otherwise is parsed each time.
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,18})\r\n")
@@ -110,8 +110,8 @@ _LONGEST_KEPT = 4096
 class RepeatedHead:
     """Parses heads; one that differs from the last by the length of the body alone is not parsed again.
 
-    Long heads are parsed each time. Nobody may change the headers that it returns. What was learned of the
-    last head goes on with it.
+    Long heads are parsed each time. Callers must not change the headers that it returns. A repeated head
+    keeps its `Learned`.
     """
 
     __slots__ = ("_head", "_length", "_text")

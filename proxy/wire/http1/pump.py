@@ -1,9 +1,9 @@
 """Moves the ordinary events of streams outside Python, by the library that is built from `proxy/pump`.
 
 A stream is **lent** to it with copies of both descriptors, while nothing of it is half read or unsent.
-As long as it is away, nobody here reads its engine or writes to its client: who wants to gets it back
-first (`TurnTransport.reclaim`). With the first bytes that are no ordinary event it comes back by itself,
-and those bytes are processed as if they had been read here.
+While it is away, Python code neither reads its engine nor writes to its client; code that has to reclaims
+it first (`TurnTransport.reclaim`). At the first bytes that are no ordinary event the library returns it,
+and Python processes these bytes as if it had read them itself.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 
 _ABI = 2
 _PACKAGE, _FILE = "balanceroute_native", "libbalanceroute_native.so"
-# What a stream's events are, and what is asked of the pump: `br_stream` of the library.
+# The form of a stream's events, and how the pump handles them: `br_stream` of the library.
 COMPLETIONS, NAMED, GENERATE = 0, 1, 2
 COUNTED, HIDE, NO_USAGE, _CHUNKED, IDS, IDS_OF_COMPLETION, TEXT, IDS_WAIT = (
     1 << n for n in range(8)
@@ -105,7 +105,7 @@ class _Returned(Structure):
 
 
 class EventForm(NamedTuple):
-    """What ordinary events of a stream are, in the library's terms."""
+    """The form of a stream's ordinary events, in the library's terms."""
 
     kind: int  # `COMPLETIONS`, `NAMED` or `GENERATE`.
     # Of `COUNTED` (the engine's counts are read), `HIDE` (and cut out), `NO_USAGE` (an event with
@@ -121,7 +121,7 @@ class Passed(NamedTuple):
 
     events: int  # Their number.
     tokens: int  # Those of the stream so far, its earlier ones included.
-    uncounted: int  # Events that had no count of the engine's, though others have.
+    uncounted: int  # Events without the engine's count, where the form has counts.
     texts: bytes = b""  # The texts of the events, in the library's form.
     last: bytes = b""  # The last of the events that has any; empty for none.
     ids: bytes = b""  # Those that count, each with a comma before it.
@@ -131,14 +131,14 @@ class Passed(NamedTuple):
 
 
 class LentStream(Protocol):
-    """Who goes on with a stream."""
+    """The reader that goes on with a stream."""
 
     last_s: float  # When its last events came, by the loop's clock.
     gap_max_s: float  # The longest gap between two arrivals of events.
     resumed_s: float  # When the client's last pause ended while it was away.
 
     def came_back(self, passed: Passed) -> None:
-        """Go on: what follows is called here again."""
+        """Go on: the library has returned the stream."""
 
 
 class Lent:
@@ -275,9 +275,9 @@ class Pump:
         return new[:-1], new[-1] / 1e9
 
     def lend(self, call: Call, reply: "Reply", stream: LentStream, form: EventForm) -> Lent | None:
-        """Have the events that follow moved, if that is possible now; None if not.
+        """Have the library move further events; None if that is impossible now.
 
-        Only within the stream's own `on_line`.
+        Call it only within the stream's own `on_line`.
         """
         connection = call.connection
         carrier = reply.carrier if isinstance(reply, Http1Reply) else None
@@ -306,9 +306,9 @@ class Pump:
         return None
 
     def stop(self, lent: Lent) -> None:
-        """Get a stream back; what of it was read is processed behind what is under way."""
+        """Reclaim a stream. The bytes that the library read are processed after the present callback."""
         error = self.library.br_stop(self._made, lent.slot, byref(self._returned))
-        if error:  # Nobody knows what its client has.
+        if error:  # It is unknown how much its client has.
             reason = os.strerror(-error)
             _LOG.error("the native library does not give a stream back, which is cut: %s", reason)
             self._returned = _Returned(lent.slot, _FAULT, error)
@@ -324,7 +324,7 @@ class Pump:
             self.stop(lent)
         self.words.release()
         self.longs.release()
-        self._gaps = self._gaps.copy()  # Of which somebody may yet ask.
+        self._gaps = self._gaps.copy()  # For later calls of `new_gaps`.
         self.library.br_pump_free(self._made)
 
     def _on_returned(self) -> None:
@@ -338,11 +338,11 @@ class Pump:
                 lent = self._lent[returned.slot]
                 lent.connection.go_on(self._bring_back(lent))
         except BaseException:
-            self._loop.call_soon(self._take)  # The others must not wait for ever.
+            self._loop.call_soon(self._take)  # Other streams must not wait for ever.
             raise
 
     def _bring_back(self, lent: Lent) -> bytes:
-        """Undo the loan; return what was read of the engine and not taken."""
+        """End the loan; return the engine's bytes that the library read and did not take."""
         slot, returned, words = lent.slot, self._returned, self.words
         lent.catch_up()
         at = 16 * slot

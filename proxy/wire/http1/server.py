@@ -32,17 +32,16 @@ from balanceroute.proxy.wire.messages import (
     ServerLimits,
 )
 
-# A client's TLS handshake, which is a connection of the server already: who does not end it holds
-# one.
+# A client's TLS handshake, which counts as a connection of the server already.
 #
-# An event loop that accepts and shakes hands in one step shows nothing of it until it is over. So
-# the socket is taken from the loop when it is accepted, and given back to shake hands.
+# An event loop that accepts and shakes hands in one step shows nothing of a handshake until it is over. So
+# the server takes the accepted socket from the loop, and gives it back to shake hands.
 
 _LOG = logging.getLogger(__name__)
 
 
 Make = Callable[..., ServerConnection]
-"""Makes a connection, given what all share, and the handshake whose place it takes, if there is one."""
+"""Makes a connection, given the server's `Service`, and the handshake whose place it takes, if any."""
 
 
 class Handshake(asyncio.Protocol):
@@ -90,7 +89,7 @@ class Handshake(asyncio.Protocol):
         shaking = self._shaking
         if shaking is None or shaking.cancelling():
             return None
-        return loss_of_head(self._begun_s, now_s, begun=True)  # Nobody knows.
+        return loss_of_head(self._begun_s, now_s, begun=True)  # Whether one has begun is unknown.
 
     def evict(self) -> bool:
         """See `Evictable`."""
@@ -113,7 +112,7 @@ class Handshake(asyncio.Protocol):
             self.drop()
 
     def expire(self, now_s: float) -> None:
-        """Abort what took too long."""
+        """Abort a handshake that took too long."""
         del now_s
         self.drop()
 
@@ -138,14 +137,13 @@ class Handshake(asyncio.Protocol):
 
 # Listening sockets of a server that may accept nothing for a time.
 #
-# An event loop has no word for that: uvloop's accepts what connects and closes it where there is
-# no file descriptor, and where it has lost the one that it keeps for this, the loop turns without
-# a pause. So the loop's sockets are closed, while second descriptors of them stay open: who
-# connects waits in the kernel's queue.
+# An event loop has no call for that. Without a file descriptor uvloop's accepts and closes what connects,
+# and once it has lost the one that it keeps for this, it spins. So the server closes the loop's sockets,
+# and keeps second descriptors of them open: new connections wait in the kernel's queue.
 
 
 class Listener:
-    """What one call has bound.
+    """The sockets that one call has bound.
 
     Args:
         listen: Begins to accept at an address, or on a socket. Raises OSError.
@@ -368,7 +366,7 @@ class Server:
         return [one.fileno() for listener in self._listeners for one in listener.sockets]
 
     def stop_accepting(self) -> None:
-        """Close the listeners and idle connections; the others close after their present answer."""
+        """Close the listeners and idle connections; busy ones close after their present answer."""
         self._close_listeners()
         if self._service is not None:
             for connection in list(self._service.connections):
@@ -377,8 +375,8 @@ class Server:
     def hand_over(self, *, idle_s: float) -> None:
         """Close the listeners, which another process has too, and let open connections end.
 
-        A client that was not told so may be about to send one more request. So each connection closes after
-        an answer whose head says that it is the last, or after so many idle seconds.
+        A client that does not know may be about to send one more request. So each connection closes after an
+        answer whose head says that it is the last, or after so many idle seconds.
         """
         self._close_listeners()
         if self._service is not None:

@@ -29,17 +29,17 @@ from balanceroute.proxy.wire.turn_writes import WriteProgress, WriteTurn
 # Rules:
 # 1. A new connection takes the place of one that has no request with the application, or none that is
 #    complete: `Loss` orders them. Among equals it is one of the address that has most of them, and of
-#    those the oldest, where connections on which nothing has come count for `_SILENT_S` older. So who leaves
-#    connections unfinished loses them first, however many there are, and of a whole backlog that is accepted
-#    at once a head that is arriving stays beside those who send nothing.
-# 2. An address that has more than a quarter of the places takes none from an address that has not: nobody
-#    takes all of them by connecting often. This binds only at the limit, as one address may stand for many
-#    clients (a gateway). A limit per address takes the place of this rule.
-# 3. At the limit a new connection waits until what has arrived on all of them has been read: before that
-#    nobody knows who has a request. After a standstill, all come at once and unread.
-# 4. If no place can be had, the first request of a new connection is answered with 503, or with 429 if its
-#    address has as many as its own limit allows. A few new connections may wait for that answer; more are
-#    aborted.
+#    those the oldest, where connections on which nothing has come count for `_SILENT_S` older. So a client
+#    that leaves connections unfinished loses them first, however many there are. If the server accepts a
+#    whole backlog at once, an arriving head keeps its place before silent connections.
+# 2. An address that has more than a quarter of the places takes none from an address that has not: no
+#    address takes all of them by connecting often. This binds only at the limit, as one address may stand
+#    for many clients (a gateway). A limit per address takes the place of this rule.
+# 3. At the limit a new connection waits until the server has read all that has arrived: before that it
+#    does not know which connections have a request. After a standstill, all come at once and unread.
+# 4. If no connection gives way, the server answers the first request of a new one with 503, or with 429 if
+#    its address has as many as its own limit allows. A few new connections may wait for that answer; the
+#    server aborts more.
 
 _LOG = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def loss_of_body(
 ) -> tuple[Loss, float] | None:
     """Return what `Evictable.gives_way` does for a body of which so much has arrived as was due then."""
     if expects_continue:
-        due_s += NEW_S  # The client sends nothing until it is told to.
+        due_s += NEW_S  # The client sends nothing before the 100 (Continue).
     if due_s > now_s:
         return None
     return (Loss.LATE_BODY if due_s <= now_s - NEW_S else Loss.NEW), due_s
@@ -136,7 +136,7 @@ class ConnectionLimit:
         self._room_to_reject = (
             _MOST_REJECTED if most is None else min(_MOST_REJECTED, max(1, most // 4))
         )
-        # Found by the last search, who goes first at the end: of addresses within their share, and of others.
+        # Found by the last search, the first to go at the end: of addresses within their share, and beyond.
         self._within: list[_Row] = []
         self._beyond: list[_Row] = []
         self._look_at_s = 0.0

@@ -249,7 +249,7 @@ class _Connection(asyncio.DatagramProtocol):
             self._pinger = self._loop.call_later(_PING_S, self._ping)
 
     def give_up(self, call: Http3Call) -> None:
-        """End an exchange that nobody waits for."""
+        """End an exchange that its caller has given up."""
         if not call.sent:
             self._waiting.remove(call)
             self._leave_if_done()

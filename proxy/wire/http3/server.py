@@ -171,11 +171,11 @@ class StreamNumbers:
         return False
 
 
-# A connection that is not served is told so for so long at most.
+# For so long at most a connection without a place stays open to answer with its rejection.
 _LINGER_S = 2.0
-# For so long one that has no place any more waits until the client has GOAWAY: that it is closed may
-# overtake it, and a client that does not know which requests were begun repeats none. Handshakes cost so
-# much that few wait at a time, whoever connects how often.
+# For so long a connection that lost its place waits until the client has its GOAWAY: the close may overtake
+# it, and a client that does not know which requests have begun repeats none. Handshakes cost so much that
+# few connections wait at a time, however often clients connect.
 _LEAVE_S = 0.25
 # Of the shorter idle timeout: how long both sides are silent while an answer is awaited.
 _SILENT_SHARE = 3
@@ -235,7 +235,7 @@ class Http3ServerConnection:
         self._early_levels: dict[int, int] = {}
         self._cancelled = LeakyBucket(_CANCELLED_BURST, _CANCELLED_PER_S, service.loop.time)
         self._numbers = StreamNumbers()
-        self._turned_away: int | None = None  # Streams from here on, as the client was told.
+        self._turned_away: int | None = None  # The first stream that the GOAWAY refuses.
         self._leaving: tuple[ErrorCode, str] | None = None  # With which it closes, without a place.
         self._last_s = 0.0  # Until when one more request is waited for then.
         self._is_counted = self._is_served = False
@@ -500,7 +500,7 @@ class Http3ServerConnection:
         stream.lose()
 
     def _settle(self, stream: ServerStream) -> None:
-        """Forget a stream that nobody works on once all of it has arrived."""
+        """Forget a stream whose exchange has ended once all of it has arrived."""
         number = stream.number
         if stream.cut_when_sent and not self._quic.unacknowledged(number):
             stream.cut_when_sent = False

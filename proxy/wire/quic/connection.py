@@ -21,7 +21,7 @@ from aioquic.quic.stream import QuicStream
 from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, USUAL, StreamPriority
 
 _UNIDIRECTIONAL_STREAMS = 16
-"""HTTP/3 has three of each side; a peer may try others (RFC 9114, section 6.2.3)."""
+"""HTTP/3 has three of each side; a peer may try further ones (RFC 9114, section 6.2.3)."""
 
 # Turns of streams that are gone.
 _FORGOTTEN_TOGETHER = 64
@@ -88,7 +88,7 @@ class OrderedConnection(QuicConnection):
         number = stream.stream_id
         assert number is not None
         if stream_is_unidirectional(number):
-            return ()  # HTTP/3's own, without which nothing can be read: before all others.
+            return ()  # HTTP/3's own go first: without them the peer can read nothing.
         turn = self._turns.get(number)
         if turn is None:
             turn = self._turns[number] = next(self._next_turn)
@@ -215,7 +215,7 @@ _LOG = logging.getLogger(__name__)
 
 NetworkAddress = tuple[Any, ...]
 
-# By which a timer is told to be late: far above the rounding of a clock, far below QUIC's own times.
+# Added to the time of a timer: far above the rounding of a clock, far below QUIC's own times.
 _LATE_S = 1e-6
 
 

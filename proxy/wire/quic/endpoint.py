@@ -40,7 +40,7 @@ from balanceroute.proxy.wire.quic.connection import (
 _ID_BYTES = 8
 _LEAST_INITIAL_BYTES = 1200
 _LONG_HEADER = 0x80
-# At this many times the number from which clients are told to retry, one ends for each that begins.
+# At this many times the number from which the server answers with Retry, one ends for each that begins.
 _MOST_HANDSHAKES = 8
 
 Make = Callable[[Carrier, NetworkAddress], Carried]

@@ -68,5 +68,5 @@ STREAM_ORDERS: Mapping[str, StreamOrder] = {
 | `fcfs` | in the order in which they were opened, one after the other |
 | `edf` | the earliest deadline first |
 | `abs` | the highest level first, and first come, first served within one |
-| `ml` | levels above 0 first, by deadline; the others take turns |
+| `ml` | levels above 0 first, by deadline; the rest takes turns |
 """
