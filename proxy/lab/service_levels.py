@@ -2,7 +2,7 @@
 
 The simulator and the live replay measure in different ways, and report the same figures. A request
 belongs to the measured time if it arrived in it, whenever it ended, so that requests that are never
-served count too. A share is of what the ranks did in that time, whoever arrived before it.
+served count too. A share is of what the ranks did in that time, also for requests that arrived before it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

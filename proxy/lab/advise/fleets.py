@@ -21,7 +21,7 @@ _LEAST = 50
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What is to hold of the latencies."""
+    """The latencies that a fleet has to keep."""
 
     ttft_p99_s: float = inf  # At most; the 99th percentile of the times to the first token.
     tpot_p95_s: float = inf  # At most; the 95th percentile of the mean times between tokens.

@@ -107,7 +107,7 @@ def plan_as_json(
     }
 
 
-# A fleet as the proxy before it tells of it, in place of the pages of all its engines.
+# A fleet by its proxy's metrics, in place of those of all its engines.
 
 _PREFIX = "balanceroute_"
 _BATCH = "batch_limit"

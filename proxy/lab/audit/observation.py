@@ -69,7 +69,7 @@ class LengthSums:
 
 @dataclass(slots=True)
 class RankPage:
-    """What is told of one rank; None for what is not."""
+    """What an engine reports of one rank; None for what it does not."""
 
     running: float | None = None  # Requests in its batch.
     waiting: float | None = None  # Requests that wait in the engine.
@@ -84,7 +84,7 @@ def read_page(page: bytes) -> dict[str, RankPage]:
     """Return what a page says, by rank; "0" where it names none.
 
     Raises:
-        PageError: It is none of these engines' pages, or does not tell the KV tokens in use.
+        PageError: It is none of these engines' pages, or lacks the KV tokens in use.
     """
     # An engine's page has 65 kB for each rank, most of it of no interest here.
     lines = [line for line in page.splitlines() if line.startswith(_WANTED)]
@@ -101,13 +101,13 @@ def pages_of(samples: Iterable[PageSample]) -> dict[str, RankPage]:
     """Return what samples of one engine say, by rank; "0" where they name none.
 
     Raises:
-        PageError: They are none of these engines', or do not tell what runs.
+        PageError: They are none of these engines', or lack the running requests.
     """
     values: dict[str, dict[str, float]] = {}
     capacity: dict[str, float | None] = {}
     ranks: dict[str, RankPage] = {}
     for sample in samples:
-        # What is not known, to a server that keeps samples as well.
+        # An unknown value, also on a server that keeps samples.
         if not isfinite(sample.value):
             continue
         rank = next((sample.labels[x] for x in _RANK_LABELS if x in sample.labels), "0")
@@ -178,7 +178,7 @@ def fit_looks(
     running: NDArray[np.float64],
     generated: NDArray[np.float64],
 ) -> Fit | None:
-    """Return T = a + b x max L, in time of the wall; None if it cannot be told.
+    """Return T = a + b x max L, in time of the wall; None if no line fits.
 
     Args:
         times_s: float64[looks].
@@ -188,7 +188,7 @@ def fit_looks(
     """
     seconds, tokens = np.diff(times_s), np.diff(generated)
     at_work = (running[1:] + running[:-1]) / 2
-    # Not a number where nothing ran, or an engine does not tell its tokens or counts anew. So is the window.
+    # Not a number where nothing ran, or an engine does not count its tokens or counts anew. So is the window.
     steps = np.full(len(tokens), np.nan)
     np.divide(tokens, at_work, out=steps, where=(at_work > 0) & (tokens >= 0))
     known_steps = steps[steps >= 0]
@@ -225,7 +225,7 @@ _MANY_LOOKS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look at all engines: seconds, and what each rank told, by its name."""
+    """One look at all engines: seconds, and the page of each rank, by its name."""
 
     time_s: float
     decode: Mapping[str, RankPage]
@@ -246,11 +246,11 @@ class Observation:
     idle_error: float  # Its standard error, by the spread between parts of the time.
     mean_load: float  # Mean KV tokens of a rank, over the steps as `idle` is.
     imbalance_tokens: float  # Mean of max L - min L.
-    output_tokens_per_s: float  # Of all ranks; NaN if they do not tell it.
+    output_tokens_per_s: float  # Of all ranks; NaN if they do not report it.
     running: float  # Mean requests in the batches of all ranks.
     waiting: float  # Mean requests that wait in the decode engines.
     prefilling: float  # Mean requests that run or wait at all prefillers.
-    # The line of the step's time over max L, in time of the wall; None if it cannot be told.
+    # The line of the step's time over max L, in time of the wall; None if no line fits.
     fit: Fit | None
     # Mean share of prefillers that have a request; None without prefillers.
     prefill_busy: float | None
@@ -258,7 +258,7 @@ class Observation:
     # Time of a prefiller for a prompt token; None if no prefill was seen.
     prefill_ns_per_token: float | None
     prompts: LengthSums  # Lengths of the prompts that ended meanwhile, by bucket.
-    longest_prompt: float  # About the longest of them; inf if the looks do not tell.
+    longest_prompt: float  # About the longest of them; inf if unknown.
     outputs: LengthSums  # Lengths of their outputs.
 
     @property
@@ -286,11 +286,11 @@ def observe(
 ) -> Observation:
     """Return what looks at the same engines say.
 
-    `batch` is the slots of a rank, None for the most that were in use. A proxy does not tell the tokens that
-    its ranks generate: then `outputs_known` is false.
+    `batch` is the slots of a rank, None for the most that were in use. A proxy does not report the tokens
+    that its ranks generate: then `outputs_known` is false.
 
     Raises:
-        ConfigError: They are too few, ranks do not tell what they must, or nothing was decoded.
+        ConfigError: They are too few, ranks do not report what they must, or nothing was decoded.
     """
     looks = _whole(looks)
     if len(looks) < MIN_SAMPLES:
@@ -313,7 +313,7 @@ def observe(
     queues, work = _series(looks, prefillers, "waiting"), _series(looks, prefillers, "running")
     busy = float((queues + work > 0).mean()) if prefillers else None
     seconds = float(times[-1] - times[0])
-    # Those that prefillers ended: of a queue that grows or shrinks meanwhile the ranks tell others.
+    # Those that prefillers ended: where a queue grows or shrinks, ranks ended other ones.
     prefilled = _ended(looks, prefillers, "prompts").total or prompts.total
     return Observation(
         ranks=ranks,
@@ -350,7 +350,7 @@ def _complete(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray
 
 
 def _series(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[np.float64]:
-    """Return float64[looks, ranks]; NaN for what was not told."""
+    """Return float64[looks, ranks]; NaN for what a page lacks."""
     rows = [
         [
             getattr((look.decode if name in look.decode else look.prefill)[name], what)
@@ -362,7 +362,7 @@ def _series(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[n
 
 
 def _whole(looks: Sequence[Look]) -> Sequence[Look]:
-    """Leave out looks in which a rank does not tell what it tells in others, as while it starts."""
+    """Leave out looks in which a rank lacks figures that it reports in other looks, as while it starts."""
     figures: dict[str, set[str]] = {}
     for look in looks:
         for name, page in (*look.prefill.items(), *look.decode.items()):
@@ -428,7 +428,7 @@ def _ended(looks: Sequence[Look], ranks: Sequence[str], what: str) -> LengthSums
     for name in ranks:
         lengths: list[LengthSums] = [getattr(page[name], what) for page in pages]
         for before, after in pairwise(lengths):
-            # All begins anew with a restart, so that what a bucket lost tells it of the others, too.
+            # A restart resets all buckets, so one that fell proves it for all.
             anew = after.total < before.total or any(
                 count < before.counts.get(bound, 0.0) for bound, count in after.counts.items()
             )

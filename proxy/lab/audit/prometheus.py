@@ -82,7 +82,7 @@ async def looks_of(
             try:
                 ranks = _ranks(decode, instances, seen), _ranks(prefill, instances, seen)
             except ConfigError as error:
-                # An engine that has just started does not tell all yet.
+                # An engine that has just started does not report all yet.
                 fault = error
                 continue
             looks.append(Look(time_s, *ranks))
@@ -165,5 +165,5 @@ def _changed(looks: list[Look]) -> list[Look]:
         if (look.decode, look.prefill) != (kept[-1].decode, kept[-1].prefill):
             kept.append(look)
     names = set(kept[0].decode) | set(kept[0].prefill) if kept else set()
-    # An engine that was restarted meanwhile may tell of other ranks.
+    # An engine that restarted meanwhile may report other ranks.
     return [look for look in kept if look.decode.keys() | look.prefill.keys() == names]

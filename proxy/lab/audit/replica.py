@@ -1,7 +1,7 @@
 """The observed load in the simulator: what each policy would make of it, in this proxy.
 
-The simulation tells the idle share of a policy, and how many slots it keeps busy. What a step takes follows
-from the fitted line, with the KV tokens that were seen: T = a + b x mean L / (1 - idle).
+The simulation gives the idle share of a policy, and how many slots it keeps busy. The time of a step follows
+from the fitted line, with the observed KV tokens: T = a + b x mean L / (1 - idle).
 
 As in the fleet that was seen, so many requests are in flight, and one that ends makes room for the next.
 And as in the proxy, a KV cache has a lease, which bounds the pool; prefillers take their time; and a slot
@@ -25,8 +25,8 @@ from balanceroute.traces import TraceRequest
 
 BASELINES = ("jsq", "least-kv", "round-robin", "power-of-two", "random")
 _OURS = ("br-0", "br-h")
-# Requests that wait in a router of which the engines know nothing, if nobody says: as many as the proxy
-# has in its pool at least.
+# Requests that wait in a router, where the engines do not see them, unless given: as many as the proxy has
+# in its pool at least.
 _UNSEEN = 24
 _LEASE_NS = 30_000_000_000  # NIXL's.
 # To join a step late, however long it takes.
@@ -116,8 +116,8 @@ def recover(
 ) -> AuditRecovery:
     """Simulate the observed load, or `requests` as the same load.
 
-    The step times are used where the observation does not tell them. `in_flight` is what clients have under
-    way; None for what the engines tell.
+    The step times count where the observation has none. `in_flight` is the number of requests that clients
+    have under way; None for those in the engines.
 
     Raises:
         ConfigError: There are too few requests.
@@ -154,7 +154,7 @@ def _distance(seen: Observation, one: PolicyResult) -> float:
 
 
 def _in_flight(seen: Observation) -> int:
-    """Return how many requests are under way, as far as the engines tell."""
+    """Return how many requests are under way, from the engines' counts."""
     in_engines = max(1, round(seen.running + seen.waiting + seen.prefilling))
     # Full engines in which nothing waits: then it waits in the router.
     waits_elsewhere = seen.saturated and seen.waiting + seen.prefilling < 1.0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Energy lost at the barrier, by a model of two levels.
 #
-# A rank draws P while it computes and s P while it waits for the others. It waits for the share w
+# A rank draws P while it computes and s P while it waits at the barrier. It waits for the share w
 # = idle x (1 - a / T) of a step of T = a + b max L: the time a is the same on all ranks. Of the
 # energy that all ranks draw, (s w) / (1 - (1 - s) w) goes into waiting. s is between two
 # measurements: an accelerator that polls while it waits draws what it draws in a kernel (s = 1),

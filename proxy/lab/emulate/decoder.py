@@ -270,7 +270,7 @@ class Decoder:
             sequence.on_end = partial(self._ended, call)
             sequence.on_drop = partial(self._dropped, call)
             self._submit(call, sequence, compute_ns)
-            compute_ns = 0  # The others of a prompt share it.
+            compute_ns = 0  # Further sequences share the prompt.
 
     def _submit(self, call: EngineCall, sequence: TokenSequence, compute_ns: int = 0) -> None:
         call.exchange.stages[sequence] = lambda _: self._barrier.withdraw(sequence)

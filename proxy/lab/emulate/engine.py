@@ -159,8 +159,8 @@ class Engine:
     """One emulated engine; `begin` makes the executor behind its server at each start.
 
     Attributes:
-        paused: Whether it was told to pause, or to sleep at whatever level.
-        asleep: Whether it was told to sleep.
+        paused: Whether an order paused it, or had it sleep at whatever level.
+        asleep: Whether an order had it sleep.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class Engine:
         self._hub.book.lose(self.engine_id)
 
     def lose_process(self) -> None:
-        """End one of several processes behind this URL; the others take new connections.
+        """End one of several processes behind this URL; the rest takes new connections.
 
         Like a pod behind a service, or an engine that is restarted at once: its connections are reset
         and its requests are lost, but a new connection reaches an engine that works.

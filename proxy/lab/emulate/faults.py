@@ -112,7 +112,7 @@ class Faults(Struct, frozen=True, forbid_unknown_fields=True):
     hang: bool = False  # Requests are accepted and never answered.
     refuse: bool = False  # Connections are refused; answers in progress continue.
     unhealthy: bool = False  # GET /health answers 503.
-    # The engine was told to stop: it aborts what is in progress, and what comes at once.
+    # The engine is stopping: it aborts requests in progress, and new ones at once.
     stopping: bool = False
     frozen: Frozen | None = None  # A decode engine's ranks do nothing more; None for they work.
     delay_s: Time = 0.0  # Emulated time that a request waits before it is processed.

@@ -186,8 +186,8 @@ class EmulatedFleet:
 
     Args:
         epoch_s: Unix time at 0 of the event loop's clock, for dates in answers.
-        publish: With `kv_events`, publishes a prefiller's events; None for nobody.
-        trust: Whom ranks trust that call an https proxy; None for everybody.
+        publish: With `kv_events`, publishes a prefiller's events; None for no publisher.
+        trust: The certificates that ranks accept of an https proxy; None for all.
 
     Attributes:
         engines: Prefillers, then decode engines; with `DpMode.HEADER` one of these.
@@ -298,7 +298,7 @@ class EmulatedFleet:
     def kill(self, engine: str | int) -> None:
         """End an engine like a killed process: connections are reset, then refused; all state is lost.
 
-        The others of its data-parallel group follow.
+        The rest of its data-parallel group follows.
 
         Raises:
             ConfigError: There is no such engine.

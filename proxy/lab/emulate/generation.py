@@ -93,7 +93,7 @@ class EmulatedGeneration:
         self.take(_read_response, translated, own)
 
     def _happens(self, probability: float) -> bool:
-        # No number is drawn for an impossible fault, so that one kind of fault does not change others.
+        # No number is drawn for an impossible fault, so that one kind of fault does not change another.
         return probability > 0 and self._hub.rng.random() < probability
 
     def take(self, read: _Read, request: "HttpRequest", reply: "Reply") -> None:
@@ -333,7 +333,7 @@ class Routes:
         reply.send(405, headers, compact({"detail": "Method Not Allowed"}))
 
     def _pause(self, request: "HttpRequest", reply: "Reply") -> None:
-        # What comes meanwhile is served: nobody who pauses an engine sends to it.
+        # It serves requests that come meanwhile: a client that pauses an engine sends none.
         self._engine.paused = True
         if b"mode=wait" not in request.query:
             self._engine.abort()

@@ -72,7 +72,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class HttpPoster:
-    """Posts JSON over HTTP, or over HTTPS to whom `trust` names; None for everybody."""
+    """Posts JSON over HTTP, or over HTTPS to servers with a certificate of `trust`; None for all."""
 
     def __init__(self, trust: ssl.SSLContext | None = None) -> None:
         self._trust = trust

@@ -25,7 +25,7 @@ class KvPublisher:
     def __init__(self, log: KvLog, host: str, ports: tuple[int, int]) -> None:
         self._log = log
         self._context = zmq.asyncio.Context()
-        # Publishing never waits: what nobody takes is dropped.
+        # Publishing never waits: it drops events that no listener takes.
         self._publisher: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUB)
         self._router = self._context.socket(zmq.ROUTER)
         self.events, self.replay = (

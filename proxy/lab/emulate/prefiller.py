@@ -188,7 +188,7 @@ class EmulatedPrefiller:
         if exchange.request.n > 1:
             internal_id = f"{choice.index % exchange.request.n}_{internal_id}"
         key = lease_key(settings.connector, source, call.kv, internal_id)
-        # Of the last token there is no KV: nobody has computed with it.
+        # The last token has no KV: no step has computed with it.
         prompt, said = choice.prompt, choice.token_ids[:-1]
         if said:
             prompt = Prompt([*prompt.tokens, *said], None)

@@ -22,7 +22,7 @@ from balanceroute.proxy.lab.sim.engines import PrefixCache
 # prefiller's: the last ones. So a prompt that is longer or shorter than the prefiller's is right
 # only by the count of blocks.
 
-# What is in a block where nobody wrote; no token has this id.
+# The content of a block before the first write; no token has this id.
 NOTHING = 2**64 - 1
 
 
@@ -70,7 +70,7 @@ Publish = Callable[["KvLog", str, tuple[int, int]], Publisher]
 
 
 class KvLog:
-    """One engine's batches from its start on, and who listens to them."""
+    """One engine's batches from its start on, and their listeners."""
 
     def __init__(self, settings: EmulationSettings, rng: random.Random) -> None:
         # The latest ones with their numbers, as they should be.
@@ -161,7 +161,7 @@ class KvLog:
 
 
 class PrefixCaches:
-    """One cache for each rank, or none without `prefix_cache_tokens`; tells what changes to the ranks' logs."""
+    """One cache for each rank, or none without `prefix_cache_tokens`; writes changes to the ranks' logs."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class PrefixCaches:
     ) -> int:
         """Keep a prompt; return how many tokens of it were there before.
 
-        `read` are the tokens whose KV it has, if these are others; `session` is for the log.
+        `read` are the tokens whose KV it has, if these differ; `session` is for the log.
         """
         if not self._caches:
             return 0

@@ -44,7 +44,7 @@ class ApiError(BalanceRouteError):
         return compact(written(self.value, form))
 
     def event(self, form: ErrorForm | None = None) -> bytes:
-        """Return the event of a stream, which vLLM writes with spaces, unlike all others."""
+        """Return the event of a stream; vLLM writes it with spaces, unlike other events."""
         text = json.dumps(written(self.value, form), ensure_ascii=False)
         return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 

@@ -121,7 +121,7 @@ class EmulationSettings:
     # The names of the model and its adapters, for engines that serve another model, by the engine's
     # name ("decode/3").
     engine_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # The versions of engines that tell another one than the rest, likewise.
+    # The versions of engines that report another one than the rest, likewise.
     engine_versions: Mapping[str, str] = field(default_factory=dict)
     # Of a request's prompt and output tokens together.
     max_model_len: int = integer(131_072, "context", 2, 10**9, metavar="TOKENS")

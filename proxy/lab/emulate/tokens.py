@@ -239,7 +239,7 @@ class Sampler:
         return (self.draw >> 32 * word) & _MASK < probability * 2**32
 
     def logprob(self, said: str, candidates: int) -> TokenLogprob:
-        """Return the log-probability of the last token, with those of `candidates` - 1 others."""
+        """Return the log-probability of the last token, with those of `candidates` - 1 alternatives."""
         draw = self.draw
         logprob = -((draw >> 64 & _MASK) % 4096) * _LOGPROB_QUANTUM
         base = draw >> 96

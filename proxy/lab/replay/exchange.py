@@ -50,7 +50,7 @@ from balanceroute.proxy.wire.sse import EventScanner, event_data
 _LAST = frozenset({"message_stop", "response.completed", "response.incomplete", "response.failed"})
 # Finish reasons of engines that failed to serve the request.
 _GIVEN_UP = frozenset({"abort", "error", "failed", "cancelled"})
-# A message tells what was cached of the prompt beside the rest.
+# A message counts the cached tokens of the prompt beside the rest.
 _INPUT_TOKENS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 
 

@@ -32,7 +32,7 @@ class PlannedRequest:
     text: str | None = None  # The prompt itself, where it is given; None to build it from words.
     # The limit that the client sets, where lengths are hidden; None for none.
     max_tokens: int | None = None
-    tenant: str = ""  # Whose it is; "" for nobody's.
+    tenant: str = ""  # "" for none.
     level: int = 0  # Its class, of which the lowest goes first.
     # How long after it is sent its first token is due; None for no deadline.
     deadline_ns: int | None = None
@@ -396,7 +396,7 @@ def headers_of(
 # The limits that clients set: what a replay sends as `max_tokens` where lengths are hidden.
 #
 # No published trace records what clients sent. Many send no limit at all (the OpenAI client's and
-# LangChain's default, the latter since it dropped its 256), others a round number, often a
+# LangChain's default, the latter since it dropped its 256), some a round number, often a
 # framework's default: 256, 512, 1024, 2048, 4096. `SHARES` is our assumption of their shares. A
 # limit depends on the seed and the request's number alone, so it says nothing about the length of
 # the answer. An answer that was recorded longer than its limit is cut there, as it would have

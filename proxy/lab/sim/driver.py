@@ -70,7 +70,7 @@ from balanceroute.proxy.lab.sim.recorder import Recorder, ServiceLog
 from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.traces import TraceRequest
 
-# The way in: asks the admission rule about each arrival, and tells it how those let in ended.
+# The way in: asks the admission rule about each arrival, and reports to it how accepted requests ended.
 
 
 @dataclass(slots=True)
@@ -277,7 +277,7 @@ class SimulatedDeployment:
     fair_queue: str | None = None
     # Makes the rule that lets requests in; None lets in all.
     admission: Callable[[], Admission] | None = None
-    # Whether that rule is told when first tokens are to be expected.
+    # Whether that rule gets the expected times to first token.
     expects_first_tokens: bool = False
     aimd: AimdSettings | None = None  # The limit on requests in flight; None for none.
     # Wait before prefill after which a request expires; None for never.
@@ -288,7 +288,7 @@ class SimulatedDeployment:
     lease_margin_ns: int = 5_000_000_000  # See `SchedulerConfig`.
     # How the decode ranks differ from plain ones.
     engines: SimulatedEngineOptions = field(default_factory=SimulatedEngineOptions)
-    speeds_known: bool = True  # Whether the scheduler is told the speeds of the ranks.
+    speeds_known: bool = True  # Whether the scheduler gets the speeds of the ranks.
     learn_speeds: bool = flag("let the scheduler learn the --rank-speeds instead of telling it")
 
     def intake(self) -> Intake:
@@ -427,7 +427,7 @@ class Simulation:
         self.recorder.close(self._loop.now_ns)
 
     def _scrape(self) -> None:
-        """Tell how busy the prefill servers are, until all is done."""
+        """Report how busy the prefill servers are, until all is done."""
         if self._prefill is None or self.recorder.ended == len(self._workload.requests):
             return
         for number in range(self.scheduler.config.prefillers):
@@ -495,7 +495,7 @@ class Simulation:
         else:
             self.recorder.refused(request, now_ns)
             if not self._workload.open_loop:
-                # Told not to come again as it is, a client goes on with its next request.
+                # A client that may not repeat its request sends its next one after a second.
                 retry_ns = (refusal.retry_after_s or 1) * 1_000_000_000
                 self._loop.call_at(now_ns + retry_ns, self._arrive_next)
         if self._arrived == len(self._workload.requests):
@@ -576,7 +576,7 @@ class Simulation:
         if self._stepping:
             return
         for request in self._fleet.join():
-            # Of one whose rank computes its prompt the first token tells, as in the live proxy.
+            # If its rank computes its prompt, the first token is the sign, as in the live proxy.
             if self.scheduler.requests[request].ticket.prefill:
                 self._feed(DecodeStarted(request))
             kv_tokens = self.scheduler.ledger.kv_tokens(request)
@@ -639,7 +639,7 @@ class Simulation:
             self._on_finished(len(finished))
 
     def _feed_progress(self, emissions: dict[RequestId, int], duration_ns: int) -> None:
-        """Bring the ledger forward: by the usual tokens at once, by each request's others singly.
+        """Bring the ledger forward: by the usual tokens at once, by each request's difference singly.
 
         The live proxy's step clock does the same, with a tolerance.
         """

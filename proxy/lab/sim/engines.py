@@ -289,7 +289,7 @@ class PrefillFleet:
             self._begin(job)
 
     def load(self, prefiller: int) -> EngineLoad:
-        """Return what a server's metrics would tell, of a KV cache of a million tokens."""
+        """Return what a server's metrics would report, with a KV cache of a million tokens."""
         queue = self._queues[prefiller]
         tokens = sum(job.prompt_tokens for job in queue)
         return EngineLoad(
@@ -377,7 +377,7 @@ class DecodeFleet:
         # Tokens of each running or dropped request in the step that has begun; empty if each emits
         # one.
         self.emissions: dict[RequestId, int] = {}
-        self.frozen: set[int] = set()  # Ranks that do nothing, while the others go on.
+        self.frozen: set[int] = set()  # Ranks that do nothing, while the rest goes on.
         self._ranks = [_Rank() for _ in range(ranks)]
         self._batch_limits = options.batches_of(ranks, batch_limit)
         self._step_base_ns = step_base_ns
@@ -527,7 +527,7 @@ class DecodeFleet:
         self._ranks[job.rank].queue.appendleft(again)
 
     def _plan(self) -> None:
-        """Decide which requests pause, and how many tokens the others emit."""
+        """Decide which requests pause, and how many tokens each of the rest emits."""
         self.step_loads = list(self.loads)
         self.emissions = {request: 1 for rank in self._ranks for request in rank.running}
         for request in self._paused():

@@ -75,14 +75,14 @@ def _survival(workload: Workload, _: PolicySettings | None = None) -> Predictor:
 
 
 class _Thirds(Hinted):
-    """Is told of each request whether its output is in the short, middle or long third."""
+    """Knows of each request whether its output is in the short, middle or long third."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(_survival(workload))
         played = [request.output_tokens for request in workload.requests]
         known = [request.output_tokens for request in workload.history]
         thirds = np.quantile(known + played, [1 / 3, 2 / 3])
-        # A hint is the limit of a third: numbers that only tell them apart.
+        # A hint is the limit of a third: numbers that only distinguish the thirds.
         limits = np.append(np.rint(thirds).astype(np.int64), max(known + played))
         self._third = limits[np.searchsorted(thirds, played)].tolist()
         for third, output in zip(
@@ -243,7 +243,7 @@ def make_simulation(
     Raises:
         ConfigError: The policy is unknown, or the predictor cannot be made.
     """
-    # The others do not predict, and training takes time.
+    # Other policies do not predict, and training takes time.
     predicting = predicts(policy) or deployment.expects_output
     predicting |= settings.kv_peak_quantile is not None
     asked: Predictor = forecast(workload, settings) if predicting else NoPrediction()

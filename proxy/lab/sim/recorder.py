@@ -226,7 +226,7 @@ class RunMetrics:
 @dataclass(slots=True)
 class Recorder:
     num_requests: int  # Requests of the run.
-    # Told of what concerns tenants and classes; None if nobody asks.
+    # Receives what concerns tenants and classes; None if no report needs it.
     service: ServiceLog | None = None
     prefillers: int = 1  # P.
     # Loads by rank of the first `PICTURE_STEPS` steps of the window.

@@ -65,7 +65,7 @@ def make_table(
 ) -> Table:
     """Return the table; `x` is the output over that of the first policy.
 
-    A narrow one has no standard errors and omits the figures that others imply.
+    A narrow one has no standard errors and omits figures that follow from those shown.
     """
     base = results[0].mean["output_tokens_per_s"]
 
