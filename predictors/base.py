@@ -1,8 +1,8 @@
 """What drivers report to a predictor, besides asking it: the contract between them.
 
-The core only asks (`balanceroute.proxy.core.prediction.Predictor`); the driver of the core tells the
-predictor of every request's begin and end. Nothing that is told lies in the future of the question:
-features are what is known of a request before its first token.
+The core only asks (`balanceroute.proxy.core.prediction.Predictor`); the driver of the core reports the
+begin and the end of every request to the predictor. No report lies in the future of a question: features
+are known before a request's first token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from balanceroute.proxy.core.events import RequestId
 
 
 class RequestFeatures(Struct, frozen=True):
-    """What is known of a request before it decodes."""
+    """The facts of a request before it decodes."""
 
     prompt_tokens: int  # Length of its prompt.
     # The most tokens that each of its sequences may emit, below 2**31; None if there is no bound.
@@ -46,7 +46,7 @@ class Predictor(prediction.OutputPredictor, Protocol):
     """Predicts how long active requests go on, and learns from those that end."""
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
-        """Note what is known of a request, before the first question about it.
+        """Note the facts of a request, before the first question about it.
 
         Called again when more is known, its true prompt length for example; the latest counts.
         """

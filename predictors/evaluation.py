@@ -35,7 +35,7 @@ def jackknife_error(
 
     Rows of one block may depend on each other, as those of one request do and of requests of one
     hour. It is the error of the mean over blocks if the statistic is a mean and the blocks are
-    equal, and holds for others that are smooth in the shares of the rows, the AUC for one.
+    equal, and holds for other statistics that are smooth in the shares of the rows, as the AUC.
 
     Args:
         statistic: Of the rows that a mask selects.
@@ -54,14 +54,14 @@ def jackknife_error(
 
 # The past as questions: what a predictor would have been asked, and when.
 #
-# A predictor is told when a request begins, asked about it each time it has emitted `age_step`
-# more tokens, and told when it ends, as a proxy would do. Each question is one row: did the
-# request end within the horizon, and after how many steps? The rows do not depend on the
-# predictor, so two of them can be compared row by row.
+# The evaluation reports to the predictor when a request begins and ends, and asks about it each time it
+# has emitted `age_step` more tokens, as a proxy would do. Each question is one row: did the request end
+# within the horizon, and after how many steps? The rows do not depend on the predictor, so two predictors
+# can be compared row by row.
 #
-# Time is cut into slices, and the questions of a slice are asked in one batch, as a proxy asks
-# those of one decode step. In a slice first come the requests that begin, then the questions,
-# then the ends: no end is told before a question of an earlier time.
+# Time is cut into slices, with one batch of questions each, as a proxy asks once for a decode step. In a
+# slice first come the requests that begin, then the questions, then the ends: the predictor learns of no
+# end before a question of an earlier time.
 
 # Above the numbers of any requests that a predictor may have met before.
 _FIRST_REQUEST = 1 << 48
@@ -74,8 +74,8 @@ class Cut:
     """Requests before and after a moment."""
 
     at_s: float  # The moment.
-    before: list[PastRequest]  # Those that had ended by then: all that can have been learned from.
-    after: list[PastRequest]  # The others, by arrival; some already ran.
+    before: list[PastRequest]  # Ended by then; a predictor may know them.
+    after: list[PastRequest]  # The rest, by arrival; some already ran.
 
 
 def cut_in_time(past: Sequence[PastRequest], share: float) -> Cut:
@@ -192,7 +192,7 @@ class Replay:
 
         Args:
             predictor: Changed by it.
-            learn: Whether it is told how long requests were that have ended.
+            learn: Whether it learns the lengths of requests that have ended.
             progress: Called with the share of the rows that is done, now and then.
         """
         rows = self.rows
@@ -359,7 +359,7 @@ def judge(
     """Ask several predictors the same and compare them, each corrected as in a proxy.
 
     Args:
-        baseline: The name of the one that the others are compared with.
+        baseline: The name of the predictor that the rest is compared with.
 
     Returns:
         A judgement for each, in their order; the baseline's gains are 0.

@@ -7,10 +7,10 @@ template), drawn towards those of prompts of about its length, and these towards
     keys, the most specific last  <-  bucket of prompt length  <-  all outputs
 
 Each stage answers (N(a + h) + c S(h | a)) / (N(a) + c) with its own counts N and the stage before as
-S, so that every stage has its say by as many outputs as it has, and none once a request has outlived
-them all; c is the larger, the less a stage has been found to tell. A less specific key is used only if
-it has at least twice the outputs of the more specific one: else both mostly stand for the same
-requests, which would count double.
+S, so that every stage counts by its number of outputs, and not at all once a request has outlived them
+all; c is the larger, the less informative a stage has proved. A less specific key is used only if it has
+at least twice the outputs of the more specific one: else both mostly stand for the same requests, which
+would count double.
 
 All is learned from requests that ended, and all is bounded. See `KeyRecordTable` and `LengthBuckets` for how
 far each is trusted. Defaults were tuned on the first halves of the public traces.
@@ -162,7 +162,7 @@ class KeyRecordTable:
             ages: int64[n].
             steps: h goes from 0 to it.
         """
-        # A ring that never got beyond its first places is the usual case, and has no others.
+        # The usual case: a ring that never got beyond its first places.
         few = self._added[slots] <= _FEW
         if few.all():
             return self._counts(slots, ages, steps, _FEW, _MANY_POINTS)
@@ -205,7 +205,7 @@ class KeyRecordTable:
         added = self._added[slots]
         held = np.minimum(added, self._depth).astype(np.int32)
         outputs, spreads = self._outputs[slots], self._spreads[slots]
-        # The oldest is at the next one's place in a ring that is full; others begin at the front.
+        # The oldest is at the next one's place in a full ring; in another one it is at the front.
         full = np.flatnonzero(added > self._depth)
         places = (added[full, None] + np.arange(self._depth)) % self._depth
         outputs[full] = np.take_along_axis(outputs[full], places, axis=1)

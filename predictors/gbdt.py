@@ -1,7 +1,7 @@
 """Learned predictor: two stages of gradient-boosted trees on causal features. Paper: §C.2.1.
 
 Stage 1 is the chance to finish within the horizon, stage 2 the mean of what remains if so. The trees
-of both correct what the marginal distribution of past outputs tells from the age alone, so that
+of both correct the prediction of the marginal distribution of past outputs by age, so that
 features without signal leave an empirical-survival predictor. The marginal and the features go on
 learning from every request that ends; the trees stay as `balanceroute.predictors.gbdt_training` made
 them.
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 #
 # LightGBM ends the whole process on some malformed models, and follows whatever child a node
 # names; a damaged file must do neither to a proxy. So only what `Booster.model_to_string` writes
-# for trees of one output over numerical features is let through, up to the end of the trees: what
-# follows them tells how they were trained, and is not read.
+# for trees of one output over numerical features is let through, up to the end of the trees: the
+# parameters of their training, which follow, are not read.
 
 MAX_TREES = 1_000
 MAX_LEAVES = 1_024
@@ -48,7 +48,7 @@ _INTEGER = r"-?\d{1,9}"
 _NUMBER = r"-?\d{1,32}(?:\.\d{1,32})?(?:e[-+]?\d{1,3})?"
 _INTEGERS = re.compile(rf"(?:{_INTEGER}(?: {_INTEGER})*)?")
 _NUMBERS = re.compile(rf"(?:{_NUMBER}(?: {_NUMBER})*)?")
-# A split between the missing values and all others is at infinity.
+# A split between the missing values and all other values is at infinity.
 _THRESHOLD = rf"(?:-?inf|{_NUMBER})"
 _THRESHOLDS = re.compile(rf"(?:{_THRESHOLD}(?: {_THRESHOLD})*)?")
 _RANGES = re.compile(rf"(?:none|\[{_NUMBER}:{_NUMBER}\])(?: (?:none|\[{_NUMBER}:{_NUMBER}\]))*")
@@ -84,7 +84,7 @@ _TREE = (
 )
 _OF_NODES = ("split_gain", "threshold", "internal_value", "internal_weight", "internal_count")
 _OF_LEAVES = ("leaf_value", "leaf_weight", "leaf_count")
-# Bit 0 would be a split by category; the others say what becomes of missing values.
+# Bit 0 would be a split by category; the other bits say where missing values go.
 _DECISION_TYPES = {0, 2, 4, 6, 8, 10}
 
 
@@ -195,7 +195,7 @@ def _check_tree(text: str, number: int, features: int) -> None:
         raise StateError(f"{where}: an unknown decision_type")
     left = _integers(values, "left_child", nodes, where)
     right = _integers(values, "right_child", nodes, where)
-    # Leaves are told as -1, -2, ..; each node but the root, and each leaf, has one parent, and
+    # Leaves are -1, -2, ..; each node but the root, and each leaf, has one parent, and
     # every node one that comes before it: so every way from the root ends in a leaf.
     if nodes and sorted(left + right) != [*range(-leaves, 0), *range(1, nodes)]:
         raise StateError(f"{where}: its children are not each of the nodes and leaves once")
@@ -239,7 +239,7 @@ _MOST_TILT = 4.0
 class Gbdt:
     """Predicts with trees; see `balanceroute.predictors.gbdt_training.train`, which makes one.
 
-    What the trees say of a request at an age is said once: a repeated question costs no tree.
+    It keeps the trees' answer for a request at an age: a repeated question costs no tree.
 
     Args:
         features: What had ended when the trees were trained; goes on learning.

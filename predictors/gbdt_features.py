@@ -1,4 +1,4 @@
-"""Causal features of requests: what is known before they decode, and what had ended by then.
+"""Causal features of requests: known before they decode, or from requests that had ended by then.
 
 Training walks the past through the very class that serving updates, so both see the same numbers.
 When a request begins, all but its age is settled and kept as one row of numbers, a *snapshot*; a
@@ -7,10 +7,10 @@ question is then a gather of snapshots and some arithmetic on arrays.
 There are four groups of features; the first two are the paper's (§C.2.1):
 
 * the request's: its age, its prompt, the tokens that it may still emit;
-* the load's: exponentially weighted means and rolling windows of what ended lately;
-* the marginal's: what the age alone tells, see `balanceroute.predictors.gbdt_features`;
-* its kin's: the latest outputs of requests like it, in four degrees of likeness, and what became of
-  those that were as old as it is.
+* the load's: exponentially weighted means and rolling windows of recent outputs;
+* the marginal's: a prediction by age alone;
+* its kin's: the latest outputs of requests like it, in four degrees of likeness, and of those among them
+  that reached its age.
 """
 
 from collections import OrderedDict, deque
@@ -30,9 +30,9 @@ from balanceroute.predictors.survival import RunningCounts
 # The distribution of past outputs as tables over the age: what the trees correct, and fall back
 # on.
 #
-# Both stages of the learned predictor start from what the age alone tells, and where the features
-# tell nothing they stay there. Counts are smoothed towards those of the average age, so that a
-# tail of few outputs is not taken for certainty.
+# Both stages of the learned predictor start from a prediction by age alone, and keep it where the
+# features carry no information. Counts are smoothed towards those of the average age, so that a tail of
+# few outputs does not count as certainty.
 
 CAPACITY = 20_000
 """Outputs remembered."""
@@ -165,7 +165,7 @@ _ALLOWED = NAMES.index("tokens_allowed")
 
 
 class Features:
-    """What has ended, as far as it tells about what begins."""
+    """The statistics of ended requests, by which features predict new ones."""
 
     def __init__(self, horizon_steps: int) -> None:
         self.marginal = Marginal(horizon_steps)
@@ -179,7 +179,7 @@ class Features:
         self._load: list[float] | None = None
 
     def snapshot(self, features: RequestFeatures) -> list[float]:
-        """Return what is known of a request now, `SNAPSHOT_WIDTH` numbers; NaN where nothing is."""
+        """Return a request's features now, `SNAPSHOT_WIDTH` numbers; NaN for an unknown one."""
         if self._load is None:
             ewmas = [ewma.value for ewma in self._ewmas]
             self._load = [*ewmas, *self._outputs.moments(), self._prompts.moments()[0]]

@@ -1,8 +1,8 @@
 """Training of the learned predictor. Paper: §C.2.2.
 
-The past is walked in the order of time. Each request is asked about at age 0 and then every Δ tokens
-of its output, as a proxy would ask, with the features of that moment; each question is one row.
-Stage 1 learns from all rows, stage 2 from those whose request ended within the horizon.
+Training replays the past in order of time. It asks about each request at age 0 and then every Δ tokens of
+its output, as a proxy would, with the features of that moment; each question is one row. Stage 1 learns
+from all rows, stage 2 from those whose request ended within the horizon.
 
 The latest part of the past decides how many trees there are; then the trees are grown anew from all
 of it. The first part only feeds the features, which know too little by then. The chances are not
@@ -38,7 +38,7 @@ LEAST_REQUESTS = 200
 """Fewer requests are refused."""
 
 MAX_ROWS = 200_000
-"""About as many rows are trained on; of more, a random share of the requests is asked about."""
+"""Training uses about as many rows; of more, a random share of the requests has questions."""
 
 _WARM_SHARE, _LATER_SHARE = 0.1, 0.2
 _MAX_TREES = 100
@@ -87,7 +87,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """int64[n] each: which request is asked about, by arrival, and at which age."""
+    """int64[n] each: the request of each question, by arrival, and its age."""
 
     request: NDArray[np.int64]
     age: NDArray[np.int64]
@@ -185,7 +185,7 @@ def _check_parts(finishes: NDArray[np.bool_], later: NDArray[np.bool_], horizon_
 def questions_about(
     outputs: NDArray[np.int64], age_step: int, rng: np.random.Generator
 ) -> Questions:
-    """Return what is asked about requests of these lengths, the warm-up's left out.
+    """Return the questions about requests of these lengths, the warm-up's left out.
 
     After age 0 each request's ages start at an offset of its own: a proxy does not ask at multiples
     of Δ alone.

@@ -22,7 +22,7 @@ class Kind:
     require: Callable[[], object] = lambda: None
 
 
-# Here, so that nobody else imports them.
+# Here, so that no other module imports them.
 
 
 def _restored_exact_match(state: State) -> Savable:
@@ -77,7 +77,7 @@ def train(
 
     Args:
         kind: One of `KINDS`.
-        horizon_steps: How far ahead a learned model is fitted; the others need not know.
+        horizon_steps: How far ahead a learned model is fitted; other kinds ignore it.
         progress: Called with the stage and the share of it that is done.
 
     Raises:

@@ -1,8 +1,8 @@
 """Requests of the past as predictors see them: those of traces, and of the proxy's own log.
 
-The log is described in `balanceroute.proxy.live.telemetry.request_log`. What is read here is what the predictor
-was told while the proxy served: the prompt's length as the engine counted it, or as it was estimated
-if no engine did; the limit; the keys; what the client expected.
+The log is described in `balanceroute.proxy.live.telemetry.request_log`. This module reads the facts that the
+predictor got while the proxy served: the prompt's length by the engine's count, or estimated without one;
+the limit; the keys; the length that the client expected.
 """
 
 import hashlib
@@ -116,7 +116,7 @@ _BEGINNINGS = (None, 4, 2, 1)
 
 
 def features_of(request: TraceRequest) -> RequestFeatures:
-    """Return what is known of a request before it decodes: never its output.
+    """Return the facts of a request before it decodes: never its output.
 
     Requests whose prompts have the same blocks, or begin with the same blocks, have keys in common.
     """

@@ -1,4 +1,4 @@
-"""What a predictor has learned, as plain values: what is saved, and read back strictly.
+"""What a predictor has learned, as plain values: how to save it, and read it back strictly.
 
 A state is JSON's types and texts, nothing else; reading one never runs code. A predictor is
 restored through the methods here, so that every value is checked in one manner.

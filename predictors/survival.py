@@ -397,11 +397,10 @@ class Survival:
 
 # What clients expect of their own requests, set against what such requests emitted.
 #
-# A **hint** is a number of tokens that the client states. It need not be right: it only has to
-# tell requests apart. Requests with hints of about one size are taken to be alike, drawn towards
-# what another predictor says, and how far they are believed is measured (`LengthBuckets`). So
-# classes (100 for short, 5,000 for long) do as well as estimates, and hints that tell nothing
-# leave the other predictor to speak.
+# A **hint** is a number of tokens that the client states. It need not be right: it only has to distinguish
+# requests. Requests with hints of about one size count as alike. Their prediction is drawn towards another
+# predictor's, by a measured weight (`LengthBuckets`). So classes (100 for short, 5,000 for long) do as well
+# as estimates, and with worthless hints the other predictor decides.
 #
 # Without one, a request's `max_tokens` is its hint where answers alike habitually reach it
 # (`LimitHabits`). Those are judged apart, among themselves: what clients state is of another
@@ -472,7 +471,7 @@ HintSource = Literal["client", "limit"]
 
 
 class Hint(NamedTuple):
-    """A number of tokens that tells requests apart."""
+    """A number of tokens that distinguishes requests."""
 
     tokens: int
     source: HintSource
@@ -558,8 +557,8 @@ class Hinted:
                 weight=_BUCKET_WEIGHT,
                 capacity=_HISTORY,
                 half_life=_HALF_LIFE,
-                # That a limit tells something is known from how often it was reached. Usually there
-                # is but one, which has nothing to be told apart from.
+                # How often answers reached a limit shows its worth. A single limit, as is usual, distinguishes
+                # nothing.
                 judged=hint.source == "client",
             )
         outputs.add(hint.tokens, output_tokens)

@@ -61,9 +61,9 @@ def judge(
 ) -> BoundVerdict:
     """Return what bounds a fleet.
 
-    `prefill_busy` is the mean share of prefillers that have work, None if nobody knows; `slots_share` that
-    of the slots in use; `idle` the share of rank time lost at the barrier; `kv_share` the share of the KV
-    memory in use, where it is known.
+    `prefill_busy` is the mean share of prefillers that have work, None if unknown; `slots_share` that of the
+    slots in use; `idle` the share of rank time lost at the barrier; `kv_share` the share of the KV memory in
+    use, 0 if unknown.
     """
     if slots_share >= _BUSY:
         bound = Bound.BARRIER if idle >= _WORTH_IT else Bound.DECODE
@@ -87,7 +87,7 @@ class Need:
     """Of one role."""
 
     now: int  # Instances that there are.
-    # Instances that the present load keeps busy all the time; None if nobody knows.
+    # Instances that the present load keeps busy all the time; None if unknown.
     work: float | None
     # Instances that it would keep busy for the share that is aimed at; None likewise.
     wanted: int | None
@@ -131,10 +131,11 @@ def _need_of(now: int, work: float | None, busy: float, *, full: bool) -> Need:
     return Need(now, work, max(wanted, now + 1) if full else wanted, at_least=full)
 
 
-# The same of a load that changes: what a fleet is asked for follows averages, grows at once, and shrinks late.
+# The needs of a changing load: they follow averages, grow at once, and shrink late.
 
 _AVERAGED_S = 45.0
-# Fewer instances are wanted once so long no more were; another bound is told once it held for so long.
+# The needs shrink once no more instances were needed for so long; the bound changes once a new one has held
+# for so long.
 _HELD_S, _SETTLED_S = 180.0, 15.0
 
 
@@ -151,7 +152,7 @@ class FleetSample:
     requests: int  # Those that have not ended.
     before: int  # Those of them that are not prefilled.
     running: int  # Slots in use.
-    kv_share: float  # Of the ranks' KV memory in use; 0 if nobody knows its size.
+    kv_share: float  # Of the ranks' KV memory in use; 0 if its size is unknown.
     idle: float  # Share of rank time lost at the barrier.
 
 
@@ -173,7 +174,7 @@ def sample_of(
         arrived: Requests so far.
         prefillers: Those that are there.
         ranks: Likewise.
-        kv_tokens: That fit on a rank; None if nobody knows.
+        kv_tokens: That fit on a rank; None if unknown.
         idle: Share of rank time lost at the barrier.
     """
     budgets, ledger = scheduler.prefillers, scheduler.ledger
@@ -230,12 +231,12 @@ class _Held:
 class LoadFollower:
     """Follows the load of one fleet.
 
-    Where a role is full, what is at work there, times how much faster requests come than it takes them, is
-    the work that there is (Little's law), however many wait. The share that is aimed at leaves room to do
-    what has waited.
+    Where a role is full, the needed work is the work at it, times the rate of arrivals over the rate at which
+    the role takes requests (Little's law), however many wait. The target share leaves room to work off the
+    waiting ones.
 
     Args:
-        busy: The share of the time, or of the slots, that is aimed at.
+        busy: The target share of the time, or of the slots.
 
     Attributes:
         bound: What bounds the fleet.

@@ -1,7 +1,7 @@
 """Which of several models answers a request that leaves the choice to the proxy.
 
-A sans-IO package: a choice is asked at a request's arrival, with what each group of engines would
-make of it; training and judgement ask it in virtual time.
+A sans-IO package: it decides at a request's arrival, given how each group of engines would serve it.
+Training and judgement call it in virtual time.
 
 Source: Jha and Chuppala, "Quality-of-Service Aware LLM Serving", sections 4.2 and 5.1.
 """
@@ -125,14 +125,14 @@ class Greedy:
 
 # What the last answers lost against the best model's: how much the next one may lose.
 #
-# A user who judges by windows, the mean worth of so many answers in a row, is served by another
-# choice than one who judges by the mean of all: a window that is lost anyhow may lose more, and
-# one that is nearly kept is worth a slot of the large model.
+# A user who judges by windows, the mean worth of so many answers in a row, needs another choice than one
+# who judges by the mean of all: a window that is lost anyhow may lose more, and one that is nearly kept
+# is worth a slot of the large model.
 
 WINDOW = 20
 """Answers in a row that are judged together."""
 RECENT_INPUTS = 7
-# The losses of the answers that leave the window next tell how soon there is room again.
+# The losses of the answers that leave the window next show how soon there is room again.
 _OLDEST = (1, 3, 6, 10)
 _MOST_LOSS = 3.0
 # Sums of tenths and hundredths are rounded.
@@ -315,7 +315,7 @@ class DoubleDqn:
         """Take a network for so many groups and tasks, and the windows that it was trained for.
 
         Raises:
-            ConfigError: The network is for others.
+            ConfigError: The network is for other groups or tasks.
         """
         inputs, outputs = len(network.parameters["w0"]), network.parameters["w2"].shape[1]
         windows = aim is not None
@@ -346,7 +346,7 @@ class DoubleDqn:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         except (ValueError, KeyError, EOFError, TypeError, BadZipFile) as error:
-            # numpy's own words advise to unpickle the file, which runs what is in it.
+            # numpy's own message advises to unpickle the file, which runs code in it.
             raise ConfigError(f"{path} holds no weights of a model router") from error
         shapes = [weights[name].shape for name in _LAYERS]
         if not _fit(shapes) or not all(np.isfinite(one).all() for one in weights.values()):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_ANSWER_BYTES = 16 << 20
-# Of OpenSSL's verify codes those that another authority mends: nobody known has signed.
+# OpenSSL's verify codes of an unknown authority, which another CA file cures.
 _UNSIGNED = frozenset({18, 19, 20, 21})
 _NOT_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"})
 
@@ -90,7 +90,7 @@ class PageClient:
             raise ConfigError(f"{flag} {error}") from None
 
     async def __aenter__(self) -> Self:
-        # Here, so that commands that ask nobody start without it.
+        # Here, so that commands without requests start without it.
         from http.cookiejar import DefaultCookiePolicy  # noqa: PLC0415
 
         import httpx  # noqa: PLC0415

@@ -59,7 +59,7 @@ def _variables(known: Mapping[str, Setting], environment: Mapping[str, str]) -> 
 
 
 class Given:
-    """What is given of some sections. Every value is checked at once, also one that nothing asks for.
+    """The given values of some sections. It checks every value at once, also one that no part uses.
 
     Args:
         sections: All that can be given.

@@ -142,7 +142,7 @@ def drafted_tokens(role: RoleEngines) -> int:
 
 
 def hccl_ports(role: RoleEngines) -> range | None:
-    """Return the ports of a host that HCCL takes; None if they cannot be told."""
+    """Return the ports of a host that HCCL takes; None if unknown."""
     if "HCCL_HOST_SOCKET_PORT_RANGE" in role.environment:
         return None
     first = role.environment.get("HCCL_IF_BASE_PORT", str(HCCL_FIRST_PORT))

@@ -37,13 +37,13 @@ class ConnectorFacts:
     # Whether a decode rank may return a request (`stop_reason` "recomputed").
     recomputes: bool = False
     ranks_prefill: bool = True  # Whether its decode ranks can compute a prompt reliably.
-    # Whether a prefill answer tells that the end of the prompt was left to the rank.
+    # Whether a prefill answer says that the prefiller left the end of the prompt to the rank.
     tells_part: bool = False
     # vllm 0.32, nixl/pull_scheduler.py, mooncake/mooncake_connector.py; vllm-ascend at 182b75ea.
     # Whether a decode rank gets only those blocks of a KV cache that its prefix cache lacks.
     pulls_missing: bool = True
     # Whether the token of a prefill answer is the first of the answer. It is not where the
-    # prefiller leaves the prompt's last token to the rank and does not tell so.
+    # prefiller leaves the prompt's last token to the rank and does not say so.
     says_first: bool = True
 
 

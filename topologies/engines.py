@@ -137,11 +137,11 @@ class RoleEngines:
     pipeline_parallel: int  # Stages of a rank.
     data_parallel: int  # Ranks of an instance.
     dp_mode: str | None  # One of `DP_MODES`; None if an instance is one rank.
-    # An instance's first rank listens on it for the others; None if there are none.
+    # An instance's first rank listens on it for the other ranks; None if there are none.
     rpc_port: int | None
     # The first host of a rank listens on it for the rank's other hosts; None if it has none.
     master_port: int | None
-    # Of the first supervisor on a host, which tells whether all its ranks are healthy; None if
+    # Of the first supervisor on a host, which reports whether all its ranks are healthy; None if
     # there is none.
     supervisor_port: int | None
     max_num_seqs: int  # Batch limit of a rank.

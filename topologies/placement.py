@@ -32,7 +32,7 @@ class EngineProcess:
 
     @property
     def rpc_port(self) -> int | None:
-        """The port on which its instance's first rank listens for the others; None if there are none."""
+        """The port on which its instance's first rank listens for the other ranks; None if there are none."""
         return None if self.role.rpc_port is None else self.role.rpc_port + self.slot
 
     @property

@@ -126,7 +126,7 @@ def _decode_entry(entry: Table) -> DecodeEntry:
 #
 # ```toml
 # [[model]]
-# name = "large"                      # the group's, and that of its model unless `model` says others
+# name = "large"                      # the group's, and that of its model without `model`
 # model = ["large", "large-sql"]      # served names, adapters too; optional
 # connector = "nixl"                  # optional
 # [[model.prefill]]

@@ -245,8 +245,8 @@ def parse_burstgpt(lines: Iterator[str]) -> Iterator[TraceRequest]:
 # with the time in milliseconds. A block is 512 tokens; `hash_ids` may be left out. Other keys are
 # ignored.
 #
-# Others write the same keys with other units. Blocks of 8 to 256 tokens are told by their number,
-# and read as blocks of 512. Times that are more likely seconds are refused.
+# Other writers use the same keys with other units. Blocks of 8 to 256 tokens show by their number, and are
+# read as blocks of 512. Times that are more likely seconds are refused.
 
 MOONCAKE_KEYS = ("timestamp", "input_length", "output_length")
 
@@ -339,7 +339,7 @@ def check_unit(requests: Sequence[TraceRequest], *, asked: bool) -> None:
     """Refuse times that are more likely seconds than milliseconds.
 
     Args:
-        asked: Whether the user named the format, so that whole numbers are taken as said.
+        asked: Whether the user named the format, so that whole numbers count as they are.
 
     Raises:
         MalformedLineError: As milliseconds they would be more requests than any trace has.
@@ -406,8 +406,8 @@ def _noting_chats(lines: Iterator[str], chats: list[str]) -> Iterator[str]:
 # Traces with columns named by the user: `arrival=time,prompt=input_tokens,output=output_tokens`.
 #
 # A CSV file with a header or one JSON object a line. An arrival is a number of seconds, from any
-# zero, or a date and time as Azure's traces have it. Where no output is told, an empty cell or null
-# as of a request that failed, it is 0, and so may be its prompt. Also `limit` (the client's
+# zero, or a date and time as Azure's traces have it. An empty cell or null, as of a request that failed,
+# is an output of 0, and so may be its prompt. Also `limit` (the client's
 # `max_tokens`), `tenant`, `class` (an integer) and `deadline` (seconds from the arrival) may be
 # named; an empty cell or null is none.
 
@@ -421,7 +421,7 @@ _Read = Callable[[str, Any], Any]
 class _Cells(NamedTuple):
     """How the values of a file are read, by their columns' names."""
 
-    nothing: object  # What stands where nothing is told.
+    nothing: object  # An empty cell, or null.
     seconds: _Read
     tokens: _Read
     name: _Read

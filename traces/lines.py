@@ -402,7 +402,7 @@ _DECODER = json.JSONDecoder(
 )
 
 
-# Rows of a CSV file with a header: columns are found by name, in any order, and others are
+# Rows of a CSV file with a header: columns are found by name, in any order, and further ones are
 # ignored.
 #
 # A row is one line: no trace quotes line breaks, and so a line number identifies a row. Cells are

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audited(Watched):
-    """How the fleet is looked at, and what the engines do not tell."""
+    """How to look at the fleet, and facts that the engines do not report."""
 
     batch: int | None = integer(
         None, "slots of a rank (default: the most requests that one ran)", 1, 10**6

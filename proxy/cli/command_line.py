@@ -1,4 +1,4 @@
-"""The commands of `balanceroute`: their parsers, and how their faults are told."""
+"""The commands of `balanceroute`: their parsers, and the messages of their faults."""
 
 import argparse
 import io
@@ -126,7 +126,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # The base class has overloads for it.
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse; what is left over is this command's fault, not that of the one above it."""
+        """Parse; surplus words are this command's fault, not that of the one above it."""
         self._refuse_unknown(sys.argv[1:] if args is None else args)
         chosen, left = super().parse_known_args(args, namespace)
         if left:

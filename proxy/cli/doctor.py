@@ -83,7 +83,7 @@ class PairTrial:
     prefill: str
     decode: str
     connector: str
-    pulled: bool | None = None  # None if the decode engine's counters do not tell.
+    pulled: bool | None = None  # None if the decode engine's counters do not show it.
     said: str = ""  # In words.
     fault: str = ""  # Why it failed; empty if it did not.
     cure: str = ""
@@ -259,7 +259,7 @@ async def _blame_same(report: Report) -> None:
 
 
 def assign_roles(report: Report, given: DoctorSettings) -> None:
-    """Decide who prefills and who decodes: by flags, configuration, bootstrap servers, counters, and order."""
+    """Set the engines' roles: by flags, configuration, bootstrap servers, counters, and order."""
     open_ones: list[EngineLook] = []
     servers = [one.identity.bootstrap_address for one in report.looks if one.identity is not None]
     for look in report.looks:
@@ -290,7 +290,7 @@ def _role_of(look: EngineLook, given: DoctorSettings, servers: Sequence[str]) ->
 
 
 def connector_of(report: Report) -> str:
-    """Return the connector that the engines tell; empty for none, or if they contradict each other."""
+    """Return the connector that the engines report; empty for none, or if they contradict each other."""
     found = reported_connectors(report.looks)
     if len(found) > 1:
         what = f"have several connectors: {several(found)}"
@@ -300,7 +300,7 @@ def connector_of(report: Report) -> str:
 
 
 def _judge(report: Report) -> None:
-    """Blame what the pages tell of engines and of pairs."""
+    """Blame engines and pairs for faults that their pages show."""
     for look in report.looks:
         if not look.seen.fault:
             _judge_engine(report, look)
@@ -390,7 +390,7 @@ async def _try_each(
     pairs: Sequence[tuple[EngineLook, EngineLook]],
     given: DoctorSettings,
 ) -> list[PairTrial]:
-    """Try pairs: those of one decode engine in turn, as its counters tell of all of them."""
+    """Try pairs: those of one decode engine in turn, as its counters cover all of them."""
     turns = asyncio.Semaphore(_AT_ONCE)
     own = {decode.name: asyncio.Lock() for _, decode in pairs}
     same = pages, report.connector, given.request_timeout_s, [other for _, other in pairs]
@@ -421,14 +421,14 @@ class _Attempt:
     """Sends a short request through a pair, as the proxy would."""
 
     pages: PageClient
-    connector: str  # Empty if it is not known, but one of those whose prefill answers tell.
+    connector: str  # Empty if unknown, but one of those whose prefill answers identify it.
     timeout_s: float  # For one leg.
     decoders: Sequence[EngineLook]  # Any of them may pull in place of one that failed.
     prefill: EngineLook
     decode: EngineLook
     trial: PairTrial = field(init=False)
     body: Mapping[str, object] = field(init=False)  # Without what makes it a leg.
-    before: float | None = None  # What the decode engine's counters told before.
+    before: float | None = None  # The decode engine's counters before.
 
     async def run(self) -> PairTrial:
         prefill, decode = self.prefill, self.decode
@@ -469,7 +469,7 @@ class _Attempt:
                 "say --prefill and --bootstrap, and start it with VLLM_MOONCAKE_BOOTSTRAP_PORT",
             )
         params = json.loads(connector.prefill_params(transfer))
-        # Without a name for the transfer, vLLM's Mooncake would do nothing; others ignore it.
+        # Without a name for the transfer, vLLM's Mooncake would do nothing; other connectors ignore it.
         params["transfer_id"] = transfer
         answer = await self._leg(prefill, params, 1)
         tokens, returned = _prompt_tokens(answer), answer.get("kv_transfer_params")
@@ -554,7 +554,7 @@ class _Attempt:
         return reply
 
     async def _release(self, params: Mapping[str, object], tokens: int) -> str:
-        """Have another engine pull what one did not; return what is left behind, in words."""
+        """Have another engine pull a KV cache that one did not; return what is left behind, in words."""
         for other in self.decoders:
             if other is self.decode or self.body["model"] not in other.models():
                 continue
@@ -581,7 +581,7 @@ class _Attempt:
             raise _LegError(f"{look.name}/metrics: {error}", "its log tells why") from None
 
     async def _has_pulled(self, look: EngineLook, before: float | None, tokens: int) -> bool | None:
-        """Return whether an engine has pulled a prompt since; None if its counters do not tell."""
+        """Return whether an engine has pulled a prompt since; None if its counters do not show it."""
         if before is None:
             return None
         # A count of pulls grows by one, one of tokens by all but those of the prompt's last block.

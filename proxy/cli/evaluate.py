@@ -235,7 +235,7 @@ _BASELINES = ("none", _BASELINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionFlags:
-    """What predictors are asked, and what they may know."""
+    """The questions to predictors, and the facts that they get."""
 
     horizon: int = integer(40, "steps ahead that are asked about", 1, MAX_HORIZON, metavar="H")
     age_step: int = integer(20, "tokens between two questions", 1, 10**6)

@@ -36,7 +36,7 @@ class Times:
     transfer_us_per_token: float = number(0.0, "see e", 0, 1e6, metavar="f")
 
     def of(self, *names: str) -> dict[str, Any]:
-        """Return some of the times in ns, as those who keep them call them: `step_base_ns` and so on."""
+        """Return some of the times in ns, by the names of their users: `step_base_ns` and so on."""
         found: dict[str, Any] = {}
         for name in names:
             found[f"{name}_base_ns"] = round(1e6 * getattr(self, f"{name}_base_ms"))
@@ -120,7 +120,7 @@ class Machines(Times):
 
 
 def deployment_of(given: Given, deadline_s: float | None) -> SimulatedDeployment:
-    """Return the deployment that is asked for; `deadline_s` as in `SimulatedDeployment`."""
+    """Return the deployment of the flags; `deadline_s` as in `SimulatedDeployment`."""
     machines, aimd = given.read(Machines), given.read(AimdOptions)
     aimd.check(given.where)
     queue_ttl_s = machines.queue_ttl_s or aimd.queue_ttl_s

@@ -1,7 +1,7 @@
-"""What running engines tell of themselves, for the commands: `topology check --online`, `doctor` and `serve`.
+"""The facts that running engines report, for `topology check --online`, `doctor` and `serve`.
 
-Of each the pages are read that it has: /version, /v1/models, /metrics, and /server_info where vLLM's
-developer mode shows it. No request reaches a model.
+They come from each engine's pages: /version, /v1/models, /metrics, and /server_info where vLLM's developer
+mode shows it. No request reaches a model.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ _VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})\b")
 CONNECTOR_OF_CLASS = {facts.vllm_class: name for name, facts in CONNECTORS.items()}
 """By the name of `--kv-transfer-config`, that of the proxy's setting."""
 
-# What others that answer at an engine's address show in their metrics.
+# What other servers at an engine's address show in their metrics.
 _STRANGERS = (
     (b"balanceroute_", "a BalanceRoute proxy"),
     (b"vllm_router_", "a vllm-router"),
@@ -99,12 +99,12 @@ class Seen:
     models: tuple[ServedModel, ...] = ()
     # The labels of the KV cache's configuration, one set for each rank.
     caches: tuple[dict[str, str], ...] = field(default=())
-    signs: KvSigns = KvSigns()  # What else its metrics tell.
-    fault: str = ""  # Why it could not be asked; "" if it was.
+    signs: KvSigns = KvSigns()  # From its metrics.
+    fault: str = ""  # Why it did not answer; "" if it did.
 
     @property
     def facts(self) -> EngineFacts:
-        """What is compared with other engines."""
+        """The facts to compare with other engines."""
         return facts_of(self.version, self.models, self.caches)
 
     @property
@@ -117,7 +117,7 @@ class Seen:
 def judge_pairs(
     connector: str, prefill: Iterable[Seen], decode: Iterable[Seen]
 ) -> Iterator[Finding]:
-    """Yield where two engines differ. One pair stands for all others of the same two values."""
+    """Yield where two engines differ. One pair stands for all pairs of the same two values."""
     reported: set[str] = set()
     for one, other in product(prefill, decode):
         for level, words, what in _differences(connector, one, other):
@@ -164,9 +164,9 @@ async def look_at(pages: PageClient, one: Seen) -> Seen:
 class EngineLook:
     url: EngineUrl
     seen: Seen
-    connector: str = ""  # Its name here; empty if the engine does not tell.
+    connector: str = ""  # Its name here; empty if the engine does not report it.
     foreign: str = ""  # The class of a connector that this proxy does not serve.
-    kv_role: str = ""  # As in `--kv-transfer-config`; empty if it does not tell.
+    kv_role: str = ""  # As in `--kv-transfer-config`; empty if it does not report it.
     slots: int | None = None  # Its max_num_seqs.
     lease_s: float | None = None
     identity: BootstrapIdentity | None = None  # Of its bootstrap server.
@@ -285,7 +285,7 @@ async def look_at_all(
 async def _stranger(pages: PageClient, url: EngineUrl, fault: str) -> str:
     """Return in words what answers where no engine of vLLM does."""
     if fault and "status" not in fault and "JSON" not in fault and "models" not in fault:
-        return fault  # Nobody answered.
+        return fault  # No server answered.
     try:
         metrics = await pages.page(f"{url.base}/metrics", max_bytes=MAX_PAGE_BYTES)
     except UnansweredError:
@@ -362,7 +362,7 @@ async def _ask_slots(pages: PageClient, look: EngineLook) -> None:
 
 
 async def _ask_bootstrap(pages: PageClient, look: EngineLook, bootstrap: str) -> None:
-    """Take in what a bootstrap server of Mooncake tells, if there is one."""
+    """Note the identity that a bootstrap server of Mooncake reports, if there is one."""
     try:
         page = await pages.page(f"{bootstrap}/query", max_bytes=1 << 16)
         look.identity = read_identity(page, bootstrap)
@@ -371,7 +371,7 @@ async def _ask_bootstrap(pages: PageClient, look: EngineLook, bootstrap: str) ->
 
 
 def reported_connectors(looks: Iterable[EngineLook]) -> dict[str, str]:
-    """Return the connectors that engines tell, each with the address of one that does."""
+    """Return the connectors that engines report, each with the address of one that does."""
     found: dict[str, str] = {}
     for look in looks:
         name = look.connector or ("mooncake" if look.identity is not None else "")
@@ -381,7 +381,7 @@ def reported_connectors(looks: Iterable[EngineLook]) -> dict[str, str]:
 
 
 def reported_slots(looks: Iterable[EngineLook]) -> dict[int, str]:
-    """Return the numbers of slots that engines tell, likewise."""
+    """Return the numbers of slots that engines report, likewise."""
     found: dict[int, str] = {}
     for look in looks:
         if look.slots is not None:
@@ -416,9 +416,9 @@ def client_of(
 
 
 async def reported_settings(config: "ProxyConfig") -> dict[str, object]:
-    """Return the connector and the batch limit that engines tell, of those that are not given.
+    """Return the connector and the batch limit that engines report, unless the configuration has them.
 
-    Engines that are not there, or slow, tell nothing.
+    Absent and slow engines report nothing.
 
     Raises:
         ConfigError: They contradict each other.

@@ -71,14 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ask_engines(config: "ProxyConfig") -> dict[str, object]:
-    """Return the connector and the batch limit that the engines tell, if they are not given.
+    """Return the connector and the batch limit that the engines report, unless both are given.
 
     Raises:
         ConfigError: They contradict each other.
     """
     if {"connector", "batch"} <= config.given.keys() or not (config.prefillers and config.decoders):
         return {}
-    # Here, so that who names both starts without it.
+    # Here, so that a command that names both starts without it.
     from balanceroute.proxy.cli.running_engines import reported_settings  # noqa: PLC0415
 
     reported = asyncio.run(reported_settings(config))

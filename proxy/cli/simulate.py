@@ -101,7 +101,7 @@ class Lateness:
 
 
 DEPLOYMENT = (SimulatedDeployment, Machines, ScoreSettings, AimdOptions, SimulatedEngineOptions)
-# What they say does nothing beside others as in `serve`.
+# Without effect under some settings, as in `serve`.
 _AS_SERVED = (ScoreSettings, AimdOptions, PolicySettings)
 SECTIONS = (
     SimulationPace,

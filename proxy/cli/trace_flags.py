@@ -125,7 +125,7 @@ class Goodput:
     )
 
     def targets(self, groups: int) -> ServiceTargets | None:
-        """Return the targets if figures by tenant and class are to be reported, else None.
+        """Return the targets if the report has figures by tenant and class, else None.
 
         Args:
             groups: Tenants and classes that the trace has.
@@ -193,7 +193,7 @@ class Past:
 def warn_of_limits(past: "Sequence[PastRequest]") -> None:
     """Say on standard error if most requests ended where their `max_tokens` ended them.
 
-    Predictors know that limit in advance, so such requests tell nothing of how long answers are, and
+    Predictors know that limit in advance, so such requests show nothing of how long answers are, and
     every score on them is near perfect.
     """
     cut = sum(request.output_tokens == request.features.max_tokens for request in past)

@@ -79,7 +79,7 @@ def _watched(process: "subprocess.Popen[bytes]") -> Iterator[list[str]]:
         if over.is_set():
             return
         ended.append(f"with status {status}" if status >= 0 else f"by signal {-status}")
-        os.kill(os.getpid(), signal.SIGTERM)  # As if somebody stopped it: it drains.
+        os.kill(os.getpid(), signal.SIGTERM)  # Then it drains.
 
     threading.Thread(target=watch, daemon=True).start()
     try:
