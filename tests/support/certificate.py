@@ -1,4 +1,4 @@
-"""A certificate for loopback and its key, and others made on the spot."""
+"""A certificate for loopback and its key, and further ones made on the spot."""
 
 import shutil
 import subprocess

@@ -21,7 +21,7 @@ def played_by(player: Callable[..., None], *, places: int = 1) -> Callable[..., 
 
     Args:
         player: Plays a function, which it gives so many `places`.
-        places: The scenario's first parameters; the others are the test's.
+        places: The scenario's first parameters; the rest are the test's.
     """
 
     def decorator(*names: str, **settings: Any) -> Maker:

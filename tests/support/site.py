@@ -248,7 +248,7 @@ class Site:
         return await self.send(path, values, headers=headers, port=port).end()
 
     async def state(self) -> Any:
-        """Return the state as the admin page tells it."""
+        """Return the state from the admin page."""
         return (await self.admin("/admin/state?requests=1")).json["state"]
 
     async def until(
@@ -370,7 +370,7 @@ def play_groups(
     at_rest: bool = True,
     **more: Any,
 ) -> None:
-    """Play a scenario before two groups of engines, `small` and `large`, unless it says others."""
+    """Play a scenario before two groups of engines, `small` and `large`, unless it names other ones."""
 
     async def main(loop: VirtualLoop) -> None:
         world = GroupWorld(

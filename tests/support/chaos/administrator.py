@@ -77,7 +77,7 @@ class Administrator:
     def __init__(self, world: World, part: Part, orders: Sequence[Order], *, clean: bool) -> None:
         self.done: Counter[str] = Counter()  # How many orders of each kind there were.
         self.promises = Promises(world, part, clean)  # What was answered, and what must not be.
-        # Set when the proxy is told to stop: orders may get no answer from then on.
+        # Set when the proxy begins to stop: orders may get no answer from then on.
         self.closing = False
         self._world, self._part, self._orders = world, part, orders
         self._tasks: list[asyncio.Task[None]] = []
@@ -107,7 +107,7 @@ class Administrator:
             self.promises.saw(step)
 
     def _engines(self) -> set[Target]:
-        """Return the engines about which nobody else gives orders; those of groups have others."""
+        """Return the engines that no other administrator orders; engines of groups have their own."""
         if not any(one.kind in OF_ENGINES for one in self._orders):
             return set()
         return {self._target(one) for one in self._part.fleet.engines}
@@ -341,7 +341,7 @@ class Administrator:
     async def _say(
         self, method: str, path: str, order: object, fits: frozenset[int] | None
     ) -> Response | None:
-        """Give an order; return its answer, None if nobody was there to answer.
+        """Give an order; return its answer, None if no proxy was there to answer.
 
         `fits` are the statuses that it may have; None for whatever the caller makes of it.
         """

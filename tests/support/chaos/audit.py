@@ -160,9 +160,9 @@ def is_excused(misread: Misread, faults: Sequence[Injection], begin_s: float) ->
 
 
 def audit_misreads(plan: ChaosPlan, part: Part, begin_s: float) -> list[str]:
-    """Return who was answered with another prompt's KV cache, or killed an engine by its length.
+    """Return the requests answered from another prompt's KV cache, or that killed an engine by their length.
 
-    Nobody may, whatever goes wrong; `begin_s` as in `is_excused`.
+    There may be none, whatever goes wrong; `begin_s` as in `is_excused`.
     """
     killers = [f"overrun: {name} killed a decode engine" for name in part.fleet.overruns]
     return killers + [
@@ -268,14 +268,14 @@ def excused_names(plan: ChaosPlan, part: Part, begin_s: float) -> set[str]:
 def may_be_killed(logged: "Sequence[RequestRecord]", *, sent: int) -> bool:
     """Return whether the process of a request that was `sent` so often by its id may have been killed.
 
-    Nobody tells what came in between then, or which seed it had; and of several that repeat an id nobody
-    tells which one was killed.
+    The log then lacks its events and its seed; and of several that repeat an id it does not show which one
+    was killed.
     """
     return len(logged) < sent or any(one.outcome is Outcome.INTERNAL_ERROR for one in logged)
 
 
 def _ends_before_its_body(record: "RequestRecord") -> bool:
-    """Return whether nobody read the body: a bad key, a tenant's limits, or a connection that gave way."""
+    """Return whether the proxy left the body unread: a bad key, a tenant's limits, or a connection that gave way."""
     return record.status == 401 or bool(record.refused_for) or record.reason == GAVE_WAY.message
 
 
@@ -285,7 +285,7 @@ async def audit_answers(
     ended: "Sequence[RequestRecord]",
     endings: Counter[str],
 ) -> list[str]:
-    """Return what is wrong with what the clients got, and with the proxy's word on it."""
+    """Return the faults of the clients' answers, and of the proxy's log of them."""
     records: dict[str, list[RequestRecord]] = {}
     for record in ended:
         if record.endpoint.startswith(_CALL_BACK):
@@ -306,7 +306,7 @@ async def audit_answers(
                 or (one.early_first_token and judge.merges)
                 for one in logged
             )
-            # Who repeats an id may have had the answer to either seed.
+            # A client that repeats an id may have the answer to either seed.
             verdicts = [
                 await judge.judge(client, request, received, reworded=reworded, seed=seed)
                 for seed in dict.fromkeys(one.seed for one in logged) or (None,)

@@ -117,7 +117,7 @@ class ClientAnswerReader:
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Half: "
 _COMES_AGAIN_S, _DRIP_S = 0.1, 0.1
-# The end of the text is told, and not that of the stream.
+# The client sees the end of the text, and not that of the stream.
 _LAST_WORDS = (
     b'"finish_reason":"',
     b"event: content_block_stop",
@@ -386,7 +386,7 @@ class Holders:
 
     async def _hold(self, port: int) -> None:
         while True:
-            with suppress(OSError):  # A proxy that ends takes nobody.
+            with suppress(OSError):  # A proxy that ends accepts no connection.
                 reader, writer = await asyncio.open_connection(
                     "127.0.0.1", port, local_addr=(self._host, 0)
                 )

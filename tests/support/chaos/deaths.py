@@ -208,8 +208,8 @@ async def _judge(request: ClientRequest, client: Client, oracle: TextOracle, fou
         found.wrong.append(f"{request.request_id}: {wrong}")
 
 
-# Decode ranks that freeze, pause, are slow and send in bursts, for as long as wanted: who is left
-# out?
+# Decode ranks that freeze, pause, are slow and send in bursts, for as long as wanted: which ones does the
+# proxy leave out?
 #
 # What each engine does is known here. So it can be said of every time that the proxy leaves a
 # rank out whether that rank stood still, and of every freeze how long it took until it was left
@@ -248,7 +248,7 @@ class Freezes:
     false: list[str] = field(default_factory=list)
     paused: int = 0  # Ranks that stood still for a moment.
     held: int = 0  # Times all ranks waited for one.
-    told: int = 0  # How often the proxy said so.
+    told: int = 0  # How often the proxy counted that.
     stood: int = 0  # Times the proxy itself stood still.
     requests: int = 0  # All of them.
     # Answers that were not an engine's own, or no whole answer, a line each.
@@ -435,7 +435,7 @@ class _Trial:
         return known_s * (1 + 1 / STEPS) + _STEP_S if judged and known_s is not None else None
 
     async def _watch(self) -> None:
-        """Compare who is left out with who stands still."""
+        """Compare the ranks that the proxy leaves out with those that stand still."""
         veto = self._world.plane.deployment.driver.veto
         known = dict(veto.vetoes)
         while True:

@@ -102,7 +102,7 @@ class DecisionFaults:
         self._texts.update(texts)
 
     def explains(self, record: "logging.LogRecord") -> bool:
-        """Return whether the log tells just of a fault that was made here."""
+        """Return whether a log record is of a fault that was made here."""
         error = record.exc_info[1] if record.exc_info else None
         what = getattr(record, "fields", {}).get("what")
         return (
@@ -210,7 +210,7 @@ def _too_many(
 
 
 class FaultyPredictor:
-    """Another predictor, which fails when a fault is due; what it is told it learns all the same."""
+    """Another predictor, which fails when a fault is due; it learns from each report all the same."""
 
     def __init__(self, inner: "Predictor", faults: DecisionFaults) -> None:
         self._inner = inner

@@ -1,8 +1,8 @@
 """Comparison of what a client got with what it should have got.
 
 A stream is compared event by event. Where several choices share a stream, each choice is compared by
-itself: which one speaks first is a matter of time. What an engine spoilt on purpose is recognised if
-the comparison is told which kinds of spoiling there were.
+itself: which one speaks first is a matter of time. The comparison recognises what an engine spoilt on
+purpose if it is given the kinds of spoiling.
 """
 
 import asyncio
@@ -24,10 +24,9 @@ from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 # What each request must be answered: the answers of one engine that nothing is wrong with.
 #
-# The reference engine speaks to nobody else and has room for everything. As the emulated model's
-# text is decided by the request alone, whatever the proxy and its engines go through must end in
-# the same answer. What tells engines apart is put out of sight: times, fingerprints, the id's
-# suffix.
+# The reference engine has no other clients, and room for everything. As the request alone decides the
+# emulated model's text, whatever the proxy and its engines go through must end in the same answer. The
+# comparison ignores what differs between engines: times, fingerprints, the id's suffix.
 
 _TIMEOUT_S = 3_600.0
 _MAX_BYTES = 1 << 30
@@ -147,7 +146,7 @@ ABORTED = b'"finish_reason":"%b"' % ABORT.encode()
 
 _DONE = b"[DONE]"
 _MAX_EVENT_BYTES = 64 << 20
-# An agent's message tells beside what was cached the rest of the prompt.
+# An agent's message counts the cached tokens and the rest of the prompt apart.
 _CACHED = re.compile(rb'"(cached_tokens|(?:cache_read_)?input_tokens)":\d+')
 # What the proxy asks engines for and hides, so far as it can read it; it may be cut off.
 _ASKED = re.compile(
@@ -173,7 +172,7 @@ def events_of(body: bytes) -> list[bytes]:
 
 
 def error_of(text: bytes) -> str | None:
-    """Return the words of the error that a body or an event's data tells, in any form; None if it tells none."""
+    """Return the message of the error in a body or an event's data, in any form; None if it has none."""
     try:
         message = json.loads(text)
     except ValueError:
@@ -186,7 +185,7 @@ def error_of(text: bytes) -> str | None:
 
 
 def usage_tokens(body: bytes) -> int:
-    """Return the tokens of all choices, as an answer's usage tells; 0 if it is not told."""
+    """Return the tokens of all choices by an answer's usage; 0 without one."""
     found = re.findall(rb'"(?:completion|output)_tokens":(\d+)', body)
     return int(found[-1]) if found else 0
 
@@ -201,7 +200,7 @@ class Expectation:
         reworded: Whether only what is said counts, not how it is written or cut into events.
         cached_known: Whether it is known how many prompt tokens the prefiller had cached.
         completed: Whether the proxy may have written the end of a stream, which an engine had lost.
-        aborts: Whether engines may have been told to abort it: then a choice of an unfinished stream may
+        aborts: Whether the proxy may have had engines abort it: then a choice of an unfinished stream may
             have ended so.
     """
 
@@ -232,7 +231,7 @@ class Expectation:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of all choices, as usage tells; 0 if it is not told."""
+        """Tokens of all choices by usage; 0 without one."""
         return usage_tokens(self._body)
 
     def differs(self, body: bytes) -> str:
@@ -288,7 +287,7 @@ class Expectation:
             # Agents' APIs say nothing of it, or that the answer is complete.
             if speech.finish_reason == ABORT or self._request.path in AGENTS:
                 speech.finish_reason = None
-            # A call that is cut off is told as the text that it was to be.
+            # An engine sends a call that is cut off as text.
             if index in wanted and wanted[index].call and speech.finish_reason is None:
                 continue
             if index not in wanted or not wanted[index].begins(speech):
@@ -310,12 +309,12 @@ class Expectation:
     def _is(self, wanted: bytes, event: bytes) -> bool:
         if wanted == event:
             return True
-        # The proxy asks engines for the total, which tells the fingerprint too, and did not come.
+        # The proxy asks engines for the total, which has the fingerprint too, and did not come.
         if (self._unfinished or self._completed) and _bare(wanted) == _bare(event):
             return True
         if not self._spoilt:
             return False
-        # In what is no event, to the proxy, everything stays as the engine told it.
+        # The proxy leaves everything in a line that is no event as the engine sent it.
         plain, said = (_ASKED.sub(b"", _CACHED.sub(b"", _plain(one))) for one in (wanted, event))
         if said == plain or said == plain.removeprefix(b"data: "):
             return True
@@ -329,7 +328,7 @@ class Expectation:
 
 
 def _bare(event: bytes) -> bytes:
-    """Return an event without what only an engine's total tells."""
+    """Return an event without the members that only an engine's total has."""
     return _DETAILS.sub(b"", event.replace(_FINGERPRINT, b""))
 
 
@@ -465,7 +464,7 @@ def _add_block(speech: _Speech, block: Mapping[str, Any]) -> None:
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> Iterable[object]:
-    """Return what log-probabilities tell of each token."""
+    """Return each token of log-probabilities."""
     if "content" in logprobs:
         return list(logprobs["content"])
     names = ("text_offset", "tokens", "token_logprobs", "top_logprobs")
@@ -512,7 +511,7 @@ def _index(event: bytes) -> int | None:
 
 
 def _usage(message: Mapping[str, Any]) -> object:
-    """Return the usage that an answer or an event tells."""
+    """Return the usage in an answer or an event."""
     return message.get("usage") or (message.get("response") or {}).get("usage")
 
 

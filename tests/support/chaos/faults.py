@@ -101,7 +101,7 @@ class Injection:
 
     @property
     def held_from(self) -> str:
-        """The address of those who hold connections: at times that of all clients, as behind a gateway."""
+        """The address of clients that hold connections: at times that of all clients, as behind a gateway."""
         return random.Random(f"holders {self.start_s}").choice([CLIENTS, "127.0.0.9"])
 
     @property

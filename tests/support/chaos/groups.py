@@ -197,7 +197,7 @@ class GroupWorld(World):
 # What happens in a run with several groups of engines: aliases, fall-back chains, and orders
 # about groups.
 
-# Settings of the whole proxy; every group may have its own of the others.
+# Settings of the whole proxy; every group may have its own values of the remaining ones.
 _OF_ALL = ("answer_limit_bytes", "drain_timeout_s", "write_timeout_s", "write_buffer_bytes")
 _NAMES = ("small", "medium", "large")
 _TASKS = ("chat", "code")
@@ -320,7 +320,7 @@ def named(request: ClientRequest, model: str) -> ClientRequest:
 
 
 def _without_events(plan: ChaosPlan) -> ChaosPlan:
-    """Return a plan whose prefillers tell no KV events: the link for them has one fleet."""
+    """Return a plan whose prefillers send no KV events: the link for them has one fleet."""
     engines = replace(plan.world.engines, kv_events=False, kv_event_faults=0.0)
     flags = {name: value for name, value in plan.world.flags.items() if name != "kv_replay"}
     return replace(plan, world=replace(plan.world, engines=engines, flags=flags))
@@ -451,7 +451,7 @@ class GroupJudge:
             for name in names or self._judges
         ]
         verdict = next((one for one in verdicts if not one.wrong), verdicts[0])
-        # Until it is there again nobody knows its name.
+        # Until it is there again the proxy does not know its name.
         if received.status == 404 and not self._plan.leaving.isdisjoint(names):
             verdict.wrong = [] if client.left else refusal_is_wrong(request, received)
         return verdict

@@ -104,7 +104,7 @@ class Http3Trial(Trial):
     async def _end_more(self) -> None:
         self._report.counters.update(self._network.done)
         self._report.counters["datagrams lost"] += self._network.up.lost + self._network.down.lost
-        # Else nobody would know that clients have gone.
+        # Else the proxy would not notice that clients have gone.
         self._network.heal()
 
     async def _listen(self) -> None:
@@ -189,7 +189,7 @@ class BadDatagrams(DatagramNetwork):
 
 
 class Http3Client(Client):
-    """One visit: each request is a stream of a connection that others use too."""
+    """One visit: each request is a stream of a connection that other visits use too."""
 
     def __init__(self, visit: Visit, *, on_left: Callable[[Client], None]) -> None:
         super().__init__(visit, on_left=on_left)

@@ -57,7 +57,7 @@ class Verdict:
 
 
 class Judging(Protocol):
-    """Whoever judges answers."""
+    """Judges answers."""
 
     merges: bool  # Whether engines may put several tokens into one event.
     tenants: TenantPlan | None  # Those of the plan.
@@ -109,7 +109,7 @@ class Judge:
         self._worded = any("error_form" in one for one in changes)
         if self._worded and self._statuses & {400, 413}:
             self._statuses |= {400, 413}
-        # Of one address nobody tells who holds a connection and whose head is long on its way.
+        # The proxy cannot distinguish clients of one address that hold connections from slow ones.
         self._crowded = any(
             one.act is Act.HOLD and one.held_from == CLIENTS for one in plan.injections
         )
@@ -317,7 +317,7 @@ class Judge:
         errors = [i for i, event in enumerate(events) if error_of(event_data(event)) is not None]
         if errors:
             before, after = events[: errors[0]], events[errors[0] + 1 :]
-            # An engine whose events nobody can read may end a stream that it has not done.
+            # An engine whose events are unreadable may end a stream that it has not done.
             if self._spoilt and before and event_data(before[-1]) == b"[DONE]":
                 before = before[:-1]
             wrong = [expected.strays(before)]
@@ -365,7 +365,7 @@ def _judge_whole(client: Client, received: Received, expected: Expectation) -> V
 def is_refusal(
     request: ClientRequest, body: bytes, expected: bytes, *, worded: bool = False
 ) -> bool:
-    """Return whether a body tells the refusal that an engine's does; `worded`: maybe in another form."""
+    """Return whether a body has the same refusal as an engine's; `worded`: maybe in another form."""
     # The proxy has Anthropic's words for types of errors, which vLLM has from 0.33 on.
     worded = worded or request.path == MESSAGES
     return body == expected or (worded and error_of(body) == error_of(expected))

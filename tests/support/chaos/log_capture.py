@@ -1,4 +1,4 @@
-"""What the package logs during a run, kept and shown to nobody."""
+"""Captures what the package logs during a run, and shows nothing of it."""
 
 import hashlib
 import logging
@@ -12,10 +12,10 @@ _TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/\w+")
 
 
 class LogCapture(logging.Handler):
-    """Keeps what is logged, and writes it into a journal if there is one.
+    """Captures log records, and writes them into a journal if there is one.
 
     Attributes:
-        explains: Tells whether a record was to be expected.
+        explains: Returns whether a record was to be expected.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from tests.support.virtual.addresses import Connect, Link
 if TYPE_CHECKING:
     from tests.support.virtual.loop import VirtualLoop
 
-# Nobody is there: the one is silent, at the other the host refuses.
+# Addresses without a server: the one is silent, at the other the host refuses.
 _SILENT, _REFUSING = "127.9.0.1", "127.9.0.2"
 _LOOK_S = 0.5
 _CROWD_PORT = 20_000
@@ -118,7 +118,7 @@ class Crowd:
         self.go()
 
     def come(self, engines: int) -> None:
-        """Tell so many engines."""
+        """Offer so many engines."""
         lines = []
         for number in range(engines):
             host, port = (_SILENT, _REFUSING)[number % 2], _CROWD_PORT + number
@@ -128,7 +128,7 @@ class Crowd:
         self.path.write_text("".join(lines))
 
     def go(self) -> None:
-        """Tell none."""
+        """Offer none."""
         self.path.write_text("")
 
     def registered(self, urls: Iterable[str]) -> list[str]:

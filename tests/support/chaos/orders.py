@@ -114,7 +114,7 @@ def draw_orders(
 
 
 def ordered_drains(faults: Iterable[Injection]) -> list[Order]:
-    """Return drains among the faults as orders: who takes orders is told of every one."""
+    """Return drains among the faults as orders: a part with orders has to know of every one."""
     return [
         Order(OrderKind.DRAIN, one.role, one.engine, one.start_s, one.end_s, 0)
         for one in faults

@@ -108,7 +108,7 @@ def with_talks(seed: int, visits: Sequence[Visit]) -> list[Visit]:
     """Return what clients do, each request as a turn of one of a few conversations."""
 
     def turn(request: ClientRequest) -> ClientRequest:
-        # Whoever sends the same twice sends the same here.
+        # A client that sends the same twice sends the same here.
         rng = random.Random(b"%d %b" % (seed, request.body))
         talk = rng.randrange(_TALKS)
         words = _WORDS + _FURTHER_WORDS * rng.randrange(4)
@@ -154,7 +154,7 @@ class Weather(Enum):
     CALM = "calm"  # Nothing but clients that leave.
     FAULTS = "faults"
     STORM = "storm"  # Many at a time, an outage of half the engines, and clients that give up.
-    SHUTDOWN = "shutdown"  # The proxy is told to stop in the middle of it.
+    SHUTDOWN = "shutdown"  # The proxy gets a signal to stop in the middle of it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class ChaosPlan:
     injections: tuple[Injection, ...]  # The faults, in the order of their beginnings.
     storm_s: float | None  # When half of the clients that are there leave; None for never.
     calm_s: float  # When all faults are over.
-    shutdown_s: float | None  # When the proxy is told to stop; None for not before the end.
+    shutdown_s: float | None  # When the proxy has to stop; None for not before the end.
     tenants: TenantPlan | None = None  # None for none.
     # What the collector of traces answers, see `traces`; empty for no tracing.
     collector: tuple[int, ...] = ()
@@ -188,7 +188,7 @@ class ChaosPlan:
 
     @property
     def finds_engines(self) -> bool:
-        """Whether the proxy is told of engines where it looks for them."""
+        """Whether the proxy finds engines by discovery."""
         return any(one.act is Act.CROWD for one in self.injections)
 
     @property
@@ -303,7 +303,7 @@ def with_orders(plan: ChaosPlan, *, of_all: bool = False) -> ChaosPlan:
     )
     if not orders:
         return plan
-    # Who holds the proxy to its answers has to give all orders about engines.
+    # To hold the proxy to its answers, one part has to give all orders about engines.
     orders += ordered_drains(plan.injections)
     kept = tuple(one for one in plan.injections if one.act is not Act.DRAIN)
     return replace(
@@ -478,7 +478,7 @@ def _with_dp_groups(seed: int, engines: EmulationSettings) -> EmulationSettings:
 
 
 def _dp_flags(seed: int, engines: EmulationSettings) -> dict[str, object]:
-    """Return what the proxy is told of groups: their size, or it has to learn that from the ranks' pages."""
+    """Return the flag with the size of groups, or none: the proxy then learns it from the ranks' pages."""
     if engines.dp_size == 1:
         return {}
     rng = random.Random(f"flags of data-parallel groups {seed}")
@@ -539,7 +539,7 @@ def _limits(rng: random.Random) -> dict[str, object]:
 
 
 def _flags(rng: random.Random, engines: EmulationSettings) -> dict[str, object]:
-    # Whoever counts events goes on too long where one is several tokens.
+    # A proxy that counts events goes on too long where one is several tokens.
     odd = engines.merged_outputs or engines.partial_utf8 or engines.reasoning_parser
     return {
         "policy": rng.choice(_POLICIES),

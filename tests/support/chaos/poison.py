@@ -26,7 +26,7 @@ _LOOK_S = 0.001
 _KNOWN_S = 0.01
 _ENDED_S = 0.2
 _SHARE = 0.3
-# With all others nobody can see that an engine has died, or one seems to have that has not.
+# With all other faults the proxy cannot see that an engine has died, or sees a death that was none.
 _CLEAR = frozenset({Act.POLICY, Act.DECISION, Act.WALL_CLOCK, Act.DISK, Act.KEYS, Act.DRAIN})
 _CLEAR_CHANGES = frozenset(
     {
@@ -158,7 +158,7 @@ class Poisoner:
         for exchange, call in engine.exchanges.items():
             poison = self._poisons.get(client_name(call.name))
             if poison is not None and poison.when is When.PREFILL and call.remote_prefill:
-                continue  # It only waits for whoever computes the prompt.
+                continue  # It only waits for the prefiller.
             if engine.alive and poison is not None and poison.is_due(exchange):
                 ends_anyway = any(not one.alive for one in part.fleet.group(engine))
                 if not (ends_anyway or self._may_be_there(call, poison)):
@@ -167,10 +167,10 @@ class Poisoner:
                 return
 
     def _may_be_there(self, call: EngineCall, poison: Poison) -> bool:
-        """Return whether a copy may be on an engine although two have died, as nobody recalls it.
+        """Return whether a copy may be on an engine although two have died, as it is not recalled.
 
         It was sent before the second death, and since then it has begun to answer, or there was no time to end it; or
-        it was sent before the first death, when nobody knew.
+        it was sent before the first death, when it was not known yet.
         """
         died, now_s = self.deaths[poison.name], self._world.loop.time()
         if len(died) < MOST_DEATHS:

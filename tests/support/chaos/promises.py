@@ -1,7 +1,7 @@
 """What the answers to orders promise, and whether the proxy keeps it.
 
 An answered order is in force until another one is given: nothing starts on an engine that was drained
-or removed, and nothing at all while the proxy is paused; who was aborted is gone. A new scheduler
+or removed, and nothing at all while the proxy is paused; aborted requests are gone. A new scheduler
 process goes on with it. Where two orders cross, or one is lost with its process, either may have come
 first, and nothing is promised.
 """

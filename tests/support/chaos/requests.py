@@ -1,7 +1,7 @@
 """Client requests drawn from a generator: of every shape that an OpenAI client may send.
 
-Each prompt holds a word of its own, so that an answer tells whose it is: the emulated model's text
-is decided by the prompt.
+Each prompt holds a word of its own, which identifies its answer: the prompt decides the emulated model's
+text.
 """
 
 import json
@@ -155,7 +155,7 @@ def draw_request(rng: random.Random, number: int, mix: RequestMix) -> ClientRequ
     forbidden = rng.random() < mix.odd and _draw_oddity(rng, values, chat=chat)
     path = CHAT if chat else COMPLETIONS
     body = _spell(rng, values)
-    # With a generator of its own: which others are drawn does not depend on it.
+    # With a generator of its own: the other requests do not depend on it.
     tokens, own = None if forbidden else of_tokens(values), random.Random(body)
     if tokens is not None and own.random() < _TOKENS:
         path, values, body = TOKENS, tokens, _spell(own, tokens)
@@ -460,7 +460,7 @@ def _draw_oddity(rng: random.Random, values: dict[str, Any], *, chat: bool) -> b
             {"logprobs": None},
             {"seed": None, "stream_options": None},
             {"messages": []} if chat else {"prompt": ""},
-            # What steers engines is left out, whoever sends it.
+            # The proxy drops members that steer engines, of any client.
             {"priority": -5, "data_parallel_rank": 99},
             {"kv_transfer_params": {"do_remote_decode": True, "remote_host": "169.254.169.254"}},
             *_FORBIDDEN,

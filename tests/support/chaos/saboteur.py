@@ -223,7 +223,7 @@ class Saboteur:
             )
 
     def _disperse(self) -> None:
-        """Have those leave who hold connections; nobody else may have been kept out."""
+        """Have the holders of connections leave; they may not have kept out any other client."""
         world = self._world
         for one in self._holders:
             self._tasks.append(world.loop.create_task(one.leave()))

@@ -62,7 +62,7 @@ class TenantPlan:
         return first, second
 
     def found(self, key: str) -> list[DrawnTenant]:
-        """Return whom a key belongs to in each of the files that know it."""
+        """Return the tenant of a key in each of the files that have it."""
         return [one for file in self.files for one in file if one.key == key]
 
     def wrongs(self, request: ClientRequest, received: Received) -> list[str] | None:
@@ -140,7 +140,7 @@ def _draw(rng: random.Random, name: str) -> DrawnTenant:
 
 
 def with_keys(seed: int, plan: TenantPlan, visits: Iterable[Visit]) -> list[Visit]:
-    """Return what clients do, each request with the key of a tenant, or of nobody."""
+    """Return the visits, each request with the key of a tenant, or none that is known."""
     rng = random.Random(f"keys {seed}")
     keys = [one.key for file in plan.files for one in file]
 

@@ -170,7 +170,7 @@ class Trial:
         return self._plan
 
     def _make_judge(self, judges: Sequence[Judge]) -> Judging:
-        """Return who judges all answers, given the judges of the parts."""
+        """Return the judge of all answers, given the judges of the parts."""
         (judge,) = judges
         return judge
 
@@ -286,7 +286,7 @@ class Trial:
         await asyncio.wait(late)
 
     async def _look_at_the_rest(self, before: Census) -> None:
-        """Look at what takes time to go: leases, and connections that nobody uses."""
+        """Check what takes time to go: leases, and unused connections."""
         world = self._world
         lease_s = max(self._plan_of(part).world.engines.lease_s for part in world.parts)
         await asyncio.sleep(lease_s + _IDLE_S + (_EXPORT_S if self._plan.collector else 0.0))
@@ -319,7 +319,7 @@ class Trial:
         return link or Link()
 
     def _storm(self) -> None:
-        """Let half of those who wait give up."""
+        """Let half of the waiting clients give up."""
         here = [client for client in self._clients if not client.over.is_set()]
         self._report.faults["client: gives up in a storm"] += len(here) // 2
         for client in self._rng.sample(here, len(here) // 2):
@@ -337,7 +337,7 @@ class Trial:
     def _check_aborted(self, name: str) -> None:
         """Look whether an engine still works for a client that left."""
         runs_s = self._loop.held_until_s + _ABORT_S
-        if self._loop.time() < runs_s:  # Nobody could notice that it left.
+        if self._loop.time() < runs_s:  # The proxy could not notice yet that it left.
             self._loop.call_at(runs_s, self._check_aborted, name)
             return
         engines = [engine for part in self._world.parts for engine in part.fleet.engines]

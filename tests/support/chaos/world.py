@@ -155,8 +155,8 @@ _NOT_OF_A_REQUEST = (
 class SchedulerStep:
     """One event and what came of it."""
 
-    event: Event  # What the scheduler was told.
-    request: RequestId | None  # Whom it concerns; None for all.
+    event: Event  # What the scheduler got.
+    request: RequestId | None  # The request that it concerns; None for all.
     before: LifecycleState | None  # That request's state before; None if it had none.
     started: bool  # Whether it was in its rank's batch before.
     actions: list[Action]  # What the scheduler wants done.
@@ -167,10 +167,10 @@ class SchedulerWatch:
     """Observes the proxy's scheduler.
 
     Args:
-        scheduler: Returns whom it observes.
-        watch: Told of every event that was handled.
+        scheduler: Returns the observed scheduler.
+        watch: Called with every event that was handled.
         check_every: How many events pass between two recounts of everything.
-        group: Whose scheduler it is; empty for the only one.
+        group: The scheduler's group; empty for the only one.
 
     Attributes:
         stale_admissions: Requests that were sent to decode with a lease that had run out.
@@ -227,7 +227,7 @@ _PROXY = "proxy"
 _MOMENT_S = 1e-6
 _STILL_S = 0.3  # Too short to be noticed as a standstill.
 EPOCH_S = 1_795_000_000.0
-# An engine that is silent takes two minutes to be told to sleep.
+# An order to sleep takes two minutes to fail at a silent engine.
 _ORDER_TIMEOUT_S = 200.0
 _ORDER_BYTES = 1 << 26
 
@@ -299,7 +299,7 @@ class World:
         self.suspended_s = (
             5_000.0  # Before all this: its uptime and its loop's time are two clocks.
         )
-        # Of engines that tell another one than the rest, by name; an engine reads its own here.
+        # Of engines that report another one than the rest, by name; an engine reads its own here.
         self.versions = dict(settings.engines.engine_versions)
         self.fleet = EmulatedFleet(
             replace(settings.engines, engine_versions=self.versions),
@@ -440,7 +440,7 @@ class World:
         self.reload()
 
     def explains(self, record: logging.LogRecord) -> bool:
-        """Tell whether an error that was logged was to be expected."""
+        """Return whether a logged error was to be expected."""
         return self.decision_faults.explains(record) or self.machine.disk.explains(
             record.getMessage()
         )

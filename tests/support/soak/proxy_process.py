@@ -15,7 +15,7 @@ from pathlib import Path
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 
-# A start is half a second of one core; on a machine that others use it is many times that.
+# A start is half a second of one core; on a busy machine it is many times that.
 _READY_S = 120.0
 _GONE_S = 30.0
 _READY = re.compile(r"listening on http://(\S+):(\d+), admin on http://\S+:(\d+)\n")
@@ -32,7 +32,7 @@ class ProxyProcessError(BalanceRouteError):
 class Footprint:
     """What a process holds."""
 
-    files: Mapping[str, int]  # Open descriptors by what they are; sockets by whom they lead to.
+    files: Mapping[str, int]  # Open descriptors by kind; sockets by the program at the other end.
     threads: int
     rss_mib: float
 

@@ -33,7 +33,7 @@ from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 
-# What the proxy and the engines still hold, by their own pages, and what the proxy's log tells.
+# What the proxy and the engines still hold, by their own pages, and the lines of the proxy's log.
 
 Line = Mapping[str, Any]
 """A line of the request log."""
@@ -68,7 +68,7 @@ def held_by_engines(stats: Mapping[str, Any]) -> dict[str, object]:
 
 
 def read_log(log: Path) -> tuple[list[Line], list[str]]:
-    """Return the lines of requests, and those that tell of an error of the proxy's own."""
+    """Return the lines of requests, and those of errors of the proxy's own."""
     requests, errors = [], []
     for text in log.read_text().splitlines():
         line = json.loads(text)
@@ -80,7 +80,7 @@ def read_log(log: Path) -> tuple[list[Line], list[str]]:
 
 
 def record_of(line: Line) -> RequestRecord:
-    """Return what a log line tells of a request; its times are left out."""
+    """Return the record of a request in a log line, without its times."""
     fields = {name: value for name, value in line.items() if name in _LOGGED}
     return RequestRecord(
         **fields,
@@ -105,7 +105,7 @@ def phase_of(line: Line) -> str:
 
 # Longer than all of the proxy's time limits and retries together.
 _GIVE_UP_S = 45.0
-# A client waits so long when it is told to come later: else an outage would use all requests up.
+# A client waits so long after a refusal: else an outage would use all requests up.
 _LATER_S = 0.3
 
 
@@ -191,7 +191,7 @@ def draw_plan(seed: int, numbers: range, world: WorldSettings, *, calm: bool) ->
         prefillers=world.engines.prefillers,
         decoders=world.engines.ranks,
         connector=world.engines.connector,
-        policies=("",),  # Nobody switches them here.
+        policies=("",),  # No order switches them here.
         span_s=_FAULTY * span_s,
     )
     return ChaosPlan(
@@ -507,7 +507,7 @@ class _Run:
         self._engines.close()
 
     def _failed(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Tell of what a client could not read, above all."""
+        """Report an exception, as of bytes that a client could not read."""
         self.report.faults("exceptions of the clients", [str(context)])
 
     # Loads.
@@ -603,7 +603,7 @@ class _Run:
         report.faults("errors of the proxy's own", errors + _lines_of(self._proxy.stderr))
 
     def _report_native(self, page: str) -> None:
-        """Tell what the native library moved, and that it moved anything if it must."""
+        """Report what the native library moved, and a fault if it moved nothing and had to."""
         found = dict(re.findall(r"^balanceroute_pumped_(\S+) (\S+)$", page, re.MULTILINE))
         moved = {name: int(float(value)) for name, value in found.items()}
         right = self._settings.native != "require" or moved["events_total"] > 0

@@ -142,7 +142,7 @@ class NetworkEvent(NamedTuple):
     time_s: float  # Virtual time.
     kind: str  # connect, accept, refused, unreachable, bytes, eof, reset or closed.
     connection: int  # Its number; 0 for a connect that failed.
-    end: str  # "client" or "server": who noticed.
+    end: str  # "client" or "server": the end that noticed.
     num_bytes: int  # Bytes delivered, or 0.
 
 
@@ -198,7 +198,7 @@ class VirtualServer(asyncio.Server):
         self._unlisten = unlisten
         self.addresses = addresses
         self.factory = factory
-        self.context = copy_context()  # Of who listens.
+        self.context = copy_context()  # Of the listener.
         self._bound = True
         self._accepting = False
         self._connections = 0

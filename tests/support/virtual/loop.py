@@ -401,7 +401,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Connect over the in-memory network; see Network.connect for its faults.
 
         Raises:
-            ConnectionRefusedError: Nobody listens there, or a rule refuses.
+            ConnectionRefusedError: No listener is there, or a rule refuses.
             TimeoutError: Nothing answered for as long as Linux would try.
             NotImplementedError: TLS, or a real socket.
         """

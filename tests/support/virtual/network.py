@@ -150,7 +150,7 @@ class Network:
 
     Attributes:
         traffic: What its connections share: the counters and the journal too.
-        denies: Returns why the system of who connects now lets it have no socket; None if it does.
+        denies: Returns why the system of the connecting side gives it no socket now; None if it does.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Network:
 
         Args:
             host: A literal address, or localhost.
-            port: The port; nobody needs to listen there.
+            port: The port; it needs no listener.
             link: One link for all; or a callable that makes one for each connect, from the
                 caller's generator; None removes the rule.
         """
@@ -267,7 +267,7 @@ class Network:
         """Connect.
 
         Raises:
-            ConnectionRefusedError: Nobody listens there, or a rule or an outage refuses.
+            ConnectionRefusedError: No listener is there, or a rule or an outage refuses.
             TimeoutError: No answer in 127 s, the kernel's patience.
             socket.gaierror: The host is a name.
             OSError: What `denies` says.

@@ -50,7 +50,7 @@ class PipeTarget(Protocol):
         """Give the protocol bytes."""
 
     def receive_eof(self) -> None:
-        """Tell the protocol of the peer's FIN."""
+        """Report the peer's FIN to the protocol."""
 
     def receive_reset(self) -> None:
         """Take the peer's reset."""
@@ -333,7 +333,7 @@ class Pipe:
         self.target.receive_reset()
 
     def _open_window(self) -> None:
-        """Tell a source that waits for room; the news takes as long as bytes do."""
+        """Notify a source that waits for room; the notice takes as long as bytes do."""
         if self._window_timer is None and self.source.get_write_buffer_size() and self.room > 0:
             self._window_timer = self._loop.call_later(
                 self._link.latency_s, self._window_opens, context=self.source.context

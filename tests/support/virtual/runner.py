@@ -91,7 +91,7 @@ def _settle(loop: VirtualLoop, settle_s: float) -> None:
         loop.run_until_complete(_ended(left, settle_s))
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.run_until_complete(asyncio.sleep(settle_s))
-    gc.collect()  # Exceptions that nobody retrieved are reported when their future goes.
+    gc.collect()  # Unretrieved exceptions are reported when their future goes.
 
 
 async def _ended(tasks: list[asyncio.Task[Any]], timeout_s: float) -> None:

@@ -23,7 +23,7 @@ HIGH_WATER_BYTES = 64 * 1024  # asyncio's default; the low one is a quarter of t
 
 
 class WriteBuffer:
-    """Bytes to write, and the limits at which the protocol is told to pause and to resume."""
+    """Bytes to write, and the limits at which the protocol has to pause and to resume."""
 
     __slots__ = ("_data", "_is_paused", "high", "low")
 
@@ -137,7 +137,7 @@ class MemoryTransport(asyncio.Transport):
             }
         )
         self.name = name  # "client" or "server".
-        # In which its protocol is called, as a socket is read in that of who opened it.
+        # In which its protocol is called: that of the code that opened the socket.
         self.context = context
         self._traffic = traffic
         self._loop = traffic.loop
@@ -175,7 +175,7 @@ class MemoryTransport(asyncio.Transport):
         server: VirtualServer | None = None,
         waiter: asyncio.Future[None] | None = None,
     ) -> None:
-        """Hand the connection to its protocol, then to the one who waits for that."""
+        """Hand the connection to its protocol, then to the caller that waits for it."""
         self._protocol = protocol
         self._server = server
         if server is not None:
@@ -247,7 +247,7 @@ class MemoryTransport(asyncio.Transport):
             self._fatal(error, "Fatal error: protocol.data_received() call failed.")
 
     def receive_eof(self) -> None:
-        """Tell the protocol of the peer's FIN; close unless it wants to go on writing."""
+        """Report the peer's FIN to the protocol; close unless it wants to go on writing."""
         self._eof_received = True
         try:
             keep_open = self._protocol.eof_received()
@@ -260,7 +260,7 @@ class MemoryTransport(asyncio.Transport):
             self.close()
 
     def receive_reset(self) -> None:
-        """Take the peer's reset. Who neither reads nor has bytes to write does not notice yet."""
+        """Take the peer's reset. An end that neither reads nor has bytes to write does not notice yet."""
         if self.is_shut:
             return
         self.was_reset = True
@@ -342,7 +342,7 @@ class MemoryTransport(asyncio.Transport):
         return self._buffer.low, self._buffer.high
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Set when the protocol is told to pause and to resume writing, in bytes."""
+        """Set the limits at which the protocol has to pause and to resume writing, in bytes."""
         self._buffer.set_limits(high, low)
         self._maybe_pause()
 
@@ -416,7 +416,7 @@ class MemoryTransport(asyncio.Transport):
             self._connection.end_shut()
 
     def _close_socket(self) -> None:
-        """Tell the peer, as Linux's close() would."""
+        """Notify the peer, as Linux's close() would."""
         self.is_shut = True
         if not self.was_reset:
             if self._aborted and self._traffic.abort_resets:
