@@ -85,7 +85,7 @@ def proxy_before(
     words = ["--port=0", "--admin-port=0", *flags]
     for role in ("prefill", "decode"):
         words += [f"--{role}", *urls[role]]
-    # Of several ranks behind one port a URL tells the rank, too.
+    # Of several ranks behind one port a URL names the rank, too.
     engines = [url.partition("@")[0] for role in ("prefill", "decode") for url in urls[role]]
     with running_proxy(words, engines=engines, folder=folder) as proxy:
         yield proxy

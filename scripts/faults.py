@@ -352,7 +352,7 @@ class Load:
 
 
 class FrozenRanks:
-    """Passes on what is for ranks and from them, and freezes one after the other."""
+    """Relays the traffic of ranks, and freezes one after the other."""
 
     FROZEN_S, MOST_OUT_S, MOST_SILENT_S = 6.0, 3.5, 5.0
     STREAMS, TOKENS, TIME_SCALE, LEASE_S, BATCH = 8, 143, 3.0, 10.0, 4
@@ -485,7 +485,7 @@ HOW = {
 
 
 class LeaderKills:
-    """Kills, ends or stops who leads, and begins it again."""
+    """Kills, ends or stops the leader, and begins it again."""
 
     STEP_S, BEGIN_AGAIN_S, BATCH, STREAMS, TOKENS = 0.03, 4.0, 8, 48, 40
     ENGINES = (f"--prefillers={PREFILLERS}", f"--ranks={RANKS}", f"--batch={BATCH}")
@@ -498,7 +498,7 @@ class LeaderKills:
         self._two = 0
 
     async def run(self, minutes: float, every_s: float) -> SoakReport:
-        """Kill who leads every so many seconds, under the load."""
+        """Kill the leader every so many seconds, under the load."""
         works = [
             self._kill(minutes, every_s),
             self._watch_ranks(),
@@ -537,12 +537,12 @@ class LeaderKills:
         self._load.over = True
 
     async def _leader(self, other_than: Replica | None = None) -> Replica:
-        """Return who is ready, once somebody is."""
+        """Return the proxy that is ready, once one is."""
         while True:
             leader = next((one for one in self._replicas if one.ready), None)
             if leader not in (None, other_than):
                 return leader
-            await asyncio.sleep(LOOK_S)  # Nobody tells.
+            await asyncio.sleep(LOOK_S)  # No proxy reports it.
 
     async def _look(self, one: Replica) -> None:
         """See whether one is ready. One that is stopped may be so in its kernel's queue alone."""

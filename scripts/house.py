@@ -312,7 +312,7 @@ def floors(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
 
 
 def module_imports() -> dict[str, set[str]]:
-    """Return what each module imports of the others, types included."""
+    """Return what each module imports of other modules, types included."""
     sources = {module(path): path.read_text() for path in python_files(*TOP_LEVEL)}
     found: dict[str, set[str]] = {}
     for name, source in sources.items():
@@ -325,7 +325,7 @@ def module_imports() -> dict[str, set[str]]:
 
 
 def cycles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
-    """Return the groups of modules that import each other, directly or by way of others."""
+    """Return the groups of modules that import each other, directly or indirectly."""
     reached: dict[str, set[str]] = {}
     for name in graph:
         ahead = list(graph[name])

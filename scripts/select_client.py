@@ -26,7 +26,7 @@ import httpx
 FOR_A_RANK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
-REPORT_EVERY = 16  # Tokens of an answer between two words to the service.
+REPORT_EVERY = 16  # Tokens of an answer between two reports to the service.
 RETRIES = 3  # Of what the service asks to be sent again.
 
 
@@ -68,7 +68,7 @@ class Router:
         """
         name = uuid.uuid4().hex
         here, ended = f"/reservations/{name}", {"output_tokens": 0}
-        # Who has no tokenizer estimates; the prefiller counts.
+        # A client without a tokenizer estimates; the prefiller counts.
         asked: dict[str, Any] = {"isl_tokens": max(1, len(prompt) // 4), "max_tokens": max_tokens}
         asked["selection_id"] = name
         found = await self.call("POST", "/select_and_reserve", asked, RETRIES)
@@ -97,7 +97,7 @@ class Router:
     async def _prefill(
         self, endpoint: str, name: str, body: dict[str, Any]
     ) -> tuple[dict[str, Any], int]:
-        """Have a prompt computed; return what its rank is to be told, and its tokens."""
+        """Have a prompt computed; return the parameters for its rank, and its tokens."""
         asked = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": FOR_A_RANK}
         answer = await self._client.post(
             f"{endpoint}/v1/completions", json=asked, headers={"x-request-id": name}

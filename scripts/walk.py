@@ -31,7 +31,7 @@ from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 
 _PACKAGE = "/.src/balanceroute/"
 _ENGINES = "proxy/lab/"
-# The last one is asked by the tests' world alone.
+# Only the tests' world calls the last one.
 _OWN_ACCORD = ("Proxy._task.<locals>.go_on", "Roster._settle", "Proxy.deployment")
 _CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"one two three"}],"max_tokens":12,"stream":true}'
 

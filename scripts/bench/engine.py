@@ -71,7 +71,7 @@ class Stream(NamedTuple):
 
     connection: "Connection"  # The client's.
     tokens: int  # As many events are sent.
-    usage: bool  # Whether each event tells of it.
+    usage: bool  # Whether each event has it.
 
 
 class Rank:
@@ -87,7 +87,7 @@ class Rank:
         return not self._running
 
     def add(self, stream: Stream) -> None:
-        """Send the first event of a stream, the others step by step, once a slot is free."""
+        """Send the first event of a stream, the rest step by step, once a slot is free."""
         if len(self._running) == self._slots:
             self._waiting.append(stream)
             return

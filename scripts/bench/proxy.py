@@ -38,7 +38,7 @@ _CLIENT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One load, and what is looked at."""
+    """One load, and the figures to show."""
 
     name: str  # What it is called.
     flags: tuple[str, ...]  # Of client.py.

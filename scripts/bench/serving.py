@@ -187,7 +187,7 @@ def _proxy(pipe: Connection, engines: list[int], gaps: Gaps, native: str) -> Non
             pipe.send(self.server.port)
             self._tasks["gaps"] = [asyncio.create_task(_tick(gaps))]
 
-    setattr(serve, "Proxy", Watched)  # noqa: B010 - it is not to be replaced by others.
+    setattr(serve, "Proxy", Watched)  # noqa: B010 - other code must not replace it.
     prefill, decode = (f"http://{HOST}:{port}" for port in engines)
     words = "serve --port 0 --no-admin --log none --predictor exact-match --scrape-interval-s 3600"
     words += (

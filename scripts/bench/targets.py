@@ -27,7 +27,7 @@ _START_S = 30.0
 
 @contextmanager
 def on_cores(cores: list[int]) -> "Iterator[None]":
-    """Run on some cores, as does what is started meanwhile."""
+    """Run on some cores, as processes started meanwhile do."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -53,7 +53,7 @@ def ended(process: Process) -> "Iterator[Process]":
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a port without a listener."""
     with create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port

@@ -199,7 +199,7 @@ def wires() -> Iterator[Wire]:
 
 
 def check_agents(url: str, engine_url: str, model: str, **members: Any) -> Iterator[Result]:
-    """Send each to the proxy and to an engine, and compare what the answers tell; `members` replace some."""
+    """Send each to the proxy and to an engine, and compare the answers; `members` replace some."""
     for wire in wires():
         limit = "max_output_tokens" if "input" in wire.body else "max_tokens"
         own = {limit if name == "limit" else name: value for name, value in members.items()}
@@ -238,7 +238,7 @@ _OWN = (
     "kv_transfer_params", "input_tokens_details", "cache_creation_input_tokens",
     "cache_read_input_tokens",
 )  # fmt: skip
-# Half a character, which a text may end with. A stream tells it if its last token comes with the end.
+# Half a character, which a text may end with. A stream has it if its last token comes with the end.
 _HALF = "\ufffd"
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _ARGUMENTS = ("response.function_call_arguments.delta", "response.custom_tool_call_input.delta")
@@ -362,7 +362,7 @@ def compare_all(
 
 
 def parts_of(answer: str, *, stream: bool) -> list[Any]:
-    """Return what an answer tells, in order, without what two right ones differ in.
+    """Return the parts of an answer in order, without those in which two right ones differ.
 
     Pieces of one text are joined: a server that lags puts several tokens into one event. If the last token
     of a call comes together with the end, vLLM 0.32 adds `{}` to its arguments (`EMPTY_CALL`).
@@ -434,9 +434,9 @@ def _join(events: list[dict[str, Any]], event: dict[str, Any]) -> None:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Return whether what two answers tell is the same, but for log-probabilities of thoughts.
+    """Return whether the parts of two answers are equal, but for log-probabilities of thoughts.
 
-    Where the end of thoughts and the begin of the text come in one event, vLLM 0.32 and 0.33 tell the
+    Where the end of thoughts and the begin of the text come in one event, vLLM 0.32 and 0.33 send the
     thoughts' log-probabilities as the text's, up to those of `</think>`.
     """
     if isinstance(one, dict) and isinstance(other, dict):
@@ -461,13 +461,13 @@ def _same_but_for_thoughts(one: Any, other: Any) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         said = {name: _plain(one) for name, one in value.items() if name not in _OWN}
-        if "output_tokens" in value:  # What was cached is told beside the rest of the prompt.
+        if "output_tokens" in value:  # Cached tokens are counted beside the rest of the prompt.
             names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
             said["input_tokens"] = sum(value.get(name) or 0 for name in names)
         return said
     if not isinstance(value, list):
         return value
-    # Of half a character vLLM tells log-probabilities only if its other half is in the same event.
+    # vLLM sends log-probabilities of half a character only if the other half is in the same event.
     entries = (one for one in value if not isinstance(one, Mapping) or one.get("token") != "")
     return [_plain(one) for one in entries]
 
@@ -480,7 +480,7 @@ REQUESTS = 200
 # Of what ranks have of prompts, they compute no more than the last token of each.
 _COMPUTED = 0.1
 _TRIALS, _STREAMS, _STREAMED_TOKENS = 7, 6, 800
-# How much longer than by chat others may wait. Below the floor a gap is the machine's own.
+# How much longer other routes may take than chat. Below the floor a gap is the machine's own.
 _LONGER, _FLOOR_S = 1.5, 0.015
 
 

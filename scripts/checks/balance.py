@@ -117,7 +117,7 @@ class Outcome:
     sent: int = 0
     tokens: int = 0  # Of the answers to those.
     whole: int = 0  # Answers with the tokens that they should have.
-    wrong: int = 0  # Others, but those that the end of the run cut off.
+    wrong: int = 0  # Other answers, but those that the end of the run cut off.
 
 
 async def ask(client: httpx.AsyncClient, url: str, prompt: Sequence[int], tokens: int) -> bool:
@@ -159,7 +159,7 @@ async def closed_loop(url: str, workload: Workload, first: int, seconds: float) 
         await asyncio.wait(tasks, timeout=seconds)
         for task in tasks:
             task.cancel()
-        # What they are told while they are cancelled does not count.
+        # Answers that come while they are cancelled do not count.
         unchanged = replace(outcome)
         await asyncio.gather(*tasks, return_exceptions=True)
     return unchanged

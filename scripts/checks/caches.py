@@ -61,7 +61,7 @@ class KvChecks(Checks):
 
     def check_events_tell_what_the_engine_finds(self) -> str:
         blocks, rng = EngineBlocks(BLOCK_TOKENS), random.Random(7)
-        ask(self._prefiller.url, *completion(_prompt(rng, 0), max_tokens=1))  # Nobody listens yet.
+        ask(self._prefiller.url, *completion(_prompt(rng, 0), max_tokens=1))  # No listener yet.
         with self._following(blocks):
             until(lambda: blocks.blocks(_P) > 0, "what was published before is known")
             expected = asked = found = 0.0
@@ -95,7 +95,7 @@ class KvChecks(Checks):
                 known = BLOCK_TOKENS * blocks.leading(_P, blocks.texts.tokens(texts))
                 asked, had = self._counted(api.value, body, {"x-session-id": name})
                 until(partial(_is_known, blocks, texts), "the tokens of a text are told")
-                # What is told is there; of the last piece of the text nothing is.
+                # The reported blocks are there; the engine reports none of the last piece of the text.
                 assert known <= had, f"{known} tokens told, {had} had"
                 reported, found, total = reported + known, found + had, total + asked
         assert reported > _LEAST_KNOWN * found > 0, f"{api.value}: {reported} of {found} tokens"
@@ -163,7 +163,7 @@ def _is_known(blocks: EngineBlocks, texts: tuple[int, ...]) -> bool:
 
 
 def _prompt(rng: random.Random, family: int) -> list[int]:
-    """Return a prompt that shares up to ten blocks with the others of its family."""
+    """Return a prompt that shares up to ten blocks with the rest of its family."""
     shared = random.Random(family)
     ids = [shared.randrange(100, 900) for _ in range(10 * BLOCK_TOKENS)]
     own = [rng.randrange(100, 900) for _ in range(rng.randrange(1, 15 * BLOCK_TOKENS))]
@@ -269,7 +269,7 @@ class LocalityChecks(Checks):
     # How it is done.
 
     def _ids(self, tokens: int) -> list[int]:
-        """Return token ids that nobody has cached."""
+        """Return token ids that no engine has cached."""
         return [self._rng.randrange(100, 900) for _ in range(tokens)]
 
     def _ask(
@@ -385,13 +385,13 @@ def _grown(before: list[float], after: list[float]) -> list[int]:
     return [int(new - old) for old, new in zip(before, after, strict=True)]
 
 
-# What is seen of engines from outside.
+# Engines seen from outside.
 
 _WATCHED_MINUTES, _CLIENTS, _TOKENS = 0.5, 12, 150
 
 
 class AuditChecks(Checks):
-    """What is seen from outside."""
+    """`balanceroute audit` of the engines."""
 
     def check_an_audit_tells_what_it_sees_and_what_it_cannot_know(self) -> str:
         command = ["audit", "--prefill", *(engine.url for engine in self._fleet.prefillers)]

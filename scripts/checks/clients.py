@@ -152,7 +152,7 @@ def check_curl(url: str, folder: Path) -> Iterator[Result]:
 
 _LOAD_REQUESTS, _STREAMS = 60, 8
 _LIMIT_S = 240.0
-# A tokeniser of bytes, so that load tools ask nobody for one.
+# A tokeniser of bytes, so that load tools do not download one.
 _TOKENISER = """
 import sys
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

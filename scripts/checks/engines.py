@@ -59,7 +59,7 @@ _MOONCAKE = {
     "kv_connector": "MooncakeConnector",
     "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
 }
-# Of what a rank computes it tells what it had cached.
+# Of the prompts that a rank computes it reports the cached tokens.
 _DETAILS = "--enable-prompt-tokens-details"
 # Of a model with thoughts, whose prompts are longer, and computed in parts.
 _AGENTS = (

@@ -1,4 +1,4 @@
-"""Real engines, what they run in, the proxies before them, and how answers are asked for and compared."""
+"""Real engines and their environment, the proxies before them, and how to get and compare answers."""
 
 import json
 import os
@@ -159,7 +159,7 @@ def _run(*words: object) -> None:
         raise SystemExit(f"{' '.join(map(str, words))}:\n{done.stderr[-2000:]}")
 
 
-# Real engines, the proxies before them, and how their answers are asked for and compared.
+# Real engines, the proxies before them, and how to get and compare their answers.
 
 # Engines that are killed and started again leave no connection worth keeping.
 CLIENT = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
@@ -174,7 +174,7 @@ _END_S = 20.0
 _PORTS = iter(random.sample(range(12_000, 30_000, 4), 4_500))
 BLOCK_TOKENS = 32
 SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-"""Where an engine tells others of its KV cache."""
+"""Where an engine publishes the events of its KV cache."""
 _COMMON = [
     "--dtype=float32",
     "--max-model-len=2048",
@@ -299,7 +299,7 @@ class Engine:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop it, as a machine that swaps does: it keeps its connections and answers nobody."""
+        """Stop it, as a machine that swaps does: it keeps its connections and answers nothing."""
         os.killpg(self._process.pid, signal.SIGSTOP)
         try:
             yield
@@ -314,7 +314,7 @@ class Engine:
         self._process.wait()
 
     def ask_to_end(self) -> None:
-        """Tell it to end, and do not wait."""
+        """Send it a signal to end, and do not wait."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
 
@@ -346,7 +346,7 @@ def _await(engines: Sequence[Engine]) -> None:
 @contextmanager
 def running(orders: Sequence[Order], folder: Path) -> Iterator[list[Engine]]:
     """Run engines, started and ended at the same time."""
-    # As control-C does: the engines are groups of their own, which nobody else would end.
+    # As control-C does: the engines are groups of their own, which nothing else would end.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     engines: list[Engine] = []
     try:
@@ -371,9 +371,9 @@ def metric(url: str, name: str, **labels: str) -> float:
 
 
 def free_port(count: int = 1) -> int:
-    """Return the first of up to four ports in a row that nobody listens on, never the same twice.
+    """Return the first of up to four ports in a row without listeners, never the same twice.
 
-    An engine listens a minute after it was told, and meanwhile any connection may take a port of those
+    An engine listens a minute after its start, and meanwhile any connection may take a port of those
     that the system gives away. So none of these is returned.
     """
     while True:
@@ -405,7 +405,7 @@ class Proxy:
         return CLIENT.get(f"{self.admin_url}{path}", timeout=10.0).json()
 
     def state(self) -> dict[str, Any]:
-        """Return the state that /admin/state tells."""
+        """Return the state from /admin/state."""
         state: dict[str, Any] = self.page("/admin/state")["state"]
         return state
 
@@ -443,7 +443,7 @@ class Fleet:
     prefillers: Sequence[Engine]  # The prefill engines.
     decoders: Sequence[Engine]  # The decode engines.
     connector: str  # As the proxy calls it.
-    flags: Sequence[str]  # What every proxy before it is told.
+    flags: Sequence[str]  # Of every proxy before it.
     folder: Path  # For logs.
     steps: Path  # Where the decode engines leave their step traces.
 

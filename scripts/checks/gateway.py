@@ -182,7 +182,7 @@ def picker(units: Sequence[int], *, blind: bool = False) -> Iterator[int]:
 
 @contextmanager
 def _program(words: Sequence[str], url: str, path: str) -> Iterator[str]:
-    """Run a program of others until it serves a path; yield its URL."""
+    """Run a third-party program until it serves a path; yield its URL."""
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
     try:
         transport = httpx.HTTPTransport(retries=8)  # 0, 0.5, 1, 2, .. seconds apart.
@@ -484,7 +484,7 @@ class Unit:
         return len(page.json()["state"]["requests"])
 
     def leaks(self) -> bool:
-        """Return whether anything is still held once nothing runs, and tell."""
+        """Return whether anything is still held once nothing runs, and print it."""
         with suppress(AssertionError):
             until(lambda: not self.held() and self.stats()["idle"], "idle", limit_s=_PATIENCE_S)
         stats, held = self.stats(), self.held()
@@ -523,7 +523,7 @@ def picked(
 
 
 def held_calls(unit: Unit, hold_s: float) -> bool:
-    """Fill all slots for a while, and see that the decode calls of others wait without an error."""
+    """Fill all slots for a while, and see that further decode calls wait without an error."""
     with stand_in(unit.url) as one:
         asked = [stream(one.url, int((hold_s + 3) / _STEP_S)) for _ in range(_SLOTS)]
         until(lambda: sum(unit.stats()["running"]) == _SLOTS, "all slots are taken")
@@ -547,7 +547,7 @@ def restarted(unit: Unit, number: signal.Signals) -> bool:
         refused = sum(other.status in (500, 503) for other in meanwhile)
         until(lambda: _is_gone(unit.picker.pid), "the picker is gone")
         unit.picker = unit.begin_again()
-        # Envoy tells nobody when it has found it.
+        # Envoy does not report when it has found it.
         until(lambda: whole([stream(one.url, 8)]) == 1, "it is found", limit_s=_PATIENCE_S)
         after = whole([stream(one.url, 8) for _ in range(8)])
     print(

@@ -1,4 +1,4 @@
-"""Answers over HTTP/3, to clients that others wrote, beside those over HTTP/1.1."""
+"""Answers over HTTP/3, to third-party clients, beside those over HTTP/1.1."""
 
 import argparse
 import asyncio
@@ -229,7 +229,7 @@ def over_chromium(program: Path, port: int, cert: Path, asked: Sequence[Asked]) 
 
     Args:
         program: The browser: chromium, chrome or chromium-headless-shell.
-        port: Where the proxy speaks HTTP/3; nobody listens for TCP there.
+        port: Where the proxy speaks HTTP/3; nothing listens for TCP there.
         cert: Its certificate, which must be of a kind that browsers take: not Ed25519.
         asked: What to send.
     """

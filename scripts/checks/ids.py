@@ -252,7 +252,7 @@ def _may_be_cut(streams: list[Streaming]) -> bool:
 
 
 def _offsets(events: list[dict[str, Any]]) -> list[int]:
-    """Return the offsets that a completion's log-probabilities tell."""
+    """Return the offsets in a completion's log-probabilities."""
     logprobs = [choice.get("logprobs") or {} for event in events for choice in event["choices"]]
     return [offset for logprob in logprobs for offset in logprob.get("text_offset", ())]
 

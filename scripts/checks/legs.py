@@ -134,9 +134,9 @@ class LegChecks(Checks):
         return f"exact, prefilled {line['lease_lapses']} x again"
 
     def check_a_lease_that_ends_behind_the_proxys_back_costs_no_answer(self) -> str:
-        # A proxy that was told of a longer lease than the engines keep. Mooncake lets the rank wait
-        # for ever; NIXL reads the blocks all the same. Nobody has used them since: full blocks stay
-        # in the prefix cache, until all others were used. Another block would be the next one's.
+        # A proxy with a longer lease than the engines keep. Mooncake lets the rank wait for ever; NIXL
+        # reads the blocks all the same. No request has used them since: full blocks stay in the prefix
+        # cache until all free blocks were used. Another block would be the next request's.
         flags = ("--lease-s", "600", "--first-token-timeout-s", "5")
 
         def ends(proxy: Proxy) -> None:
@@ -173,14 +173,14 @@ class LegChecks(Checks):
         with self._behind("dead-prefiller", flags, "wait for the slot") as (_, first, second):
             self._prefiller.kill()
         assert first.error is None, first.error
-        # Its KV cache died with the prefiller, and nobody else can make it.
+        # Its KV cache died with the prefiller, and no other engine can make it.
         assert second.status >= 500 or second.error, "a KV cache from a dead prefiller"
         return f"what streamed is whole; what waited got {second.status or second.error}"
 
     # How it is done.
 
     def _engine_holds(self, engine: Engine) -> bool:
-        """Return whether an engine keeps KV caches for others.
+        """Return whether an engine keeps KV caches for other engines.
 
         A NIXL prefiller looks for ended leases as it steps: an idle one keeps every cache for ever.
         """
@@ -263,7 +263,7 @@ class PauseChecks(Checks):
         """Level 0 alone: a CPU has no memory to give back."""
         with self._aborted("asleep", "/sleep?level=0") as (proxy, done):
             assert (done["status"], done["aborted"]) == ("sleeping", _STREAMS), done
-            # What the engines tell of themselves is read once a second.
+            # The proxy reads the engines' metrics once a second.
             until(lambda: _ready(proxy) == 503, "a proxy that is not ready", step_s=0.2)
             with self._held(proxy):
                 woken = proxy.order("/wake_up?tags=scheduling")

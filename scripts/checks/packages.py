@@ -92,7 +92,7 @@ class Said:
     """An answer, as far as it is compared."""
 
     text: str
-    tokens: int = 0  # 0 if the library does not tell.
+    tokens: int = 0  # 0 if the library does not count them.
     calls: tuple[tuple[str, str], ...] = ()  # Names and arguments.
 
 
@@ -133,7 +133,7 @@ class Library:
 
     # Those that ask, by name: each is given a text, whether to stream, and members of the request.
     _ways: Mapping[str, Callable[..., Said]]
-    _calling: Sequence[str] = ()  # Those that call a `tool` of which they are told.
+    _calling: Sequence[str] = ()  # Those that call a `tool` that the request offers.
     # What is raised for a wrong request, and for an unknown model.
     _refusals: tuple[type[Exception], type[Exception]]
 
@@ -293,7 +293,7 @@ class OpenAi(Library):
         assert refused
         assert all(one.response.headers["retry-after"] for one in refused)
         assert len(refused) + sum(not isinstance(one, Exception) for one in results) == 40
-        # With the package's own retries all get through, as long as somebody is served.
+        # With the package's own retries all get through, as long as the proxy serves some.
         again = self._many.with_options(max_retries=10).chat.completions.create
         assert await again(**self._values(messages=say("again")))
 
@@ -491,7 +491,7 @@ class LangChain(Library):
         assert isinstance(asked.invoke("What is the weather in Oslo?")["city"], str)
 
 
-# By the name of each library: its checks, and the distribution whose version is told.
+# By the name of each library: its checks, and the distribution whose version is shown.
 LIBRARIES: dict[str, tuple[Callable[..., object], str]] = {
     "openai": (OpenAi, "openai"),
     "anthropic": (Anthropic, "anthropic"),

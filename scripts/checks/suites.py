@@ -51,7 +51,7 @@ SMG_COMMIT = "73da68ca9472bbc0ff5f63d31a8a21fbb8696359"
 # Beside the CPU build, which asks for a torchvision of its own that the index lacks; this one is of torch 2.13.
 _TORCHVISION, _SEES = HOME / "torchvision", ("torchvision==0.28.0",)
 _PYTEST = ("pytest", "pytest-asyncio", "pytest-timeout", "iniconfig", "pluggy", "tblib")
-# The names by which the suites call the one model, of Hugging Face's hub and others.
+# The names by which the suites call the one model, of Hugging Face's hub and elsewhere.
 NAMES = [
     "BAAI/bge-base-en-v1.5", "HuggingFaceH4/zephyr-7b-beta", "HuggingFaceTB/SmolLM2-135M-Instruct",
     "Qwen/Qwen2-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-14B-Instruct",
@@ -149,7 +149,7 @@ class Side:
 
 
 Suite = Callable[[Side, Sequence[str], Path], Outcomes]
-"""Runs tests of others against a side: all, or those whose ids it is given; it has a folder for logs."""
+"""Runs third-party tests against a side: all, or those of the given ids; it has a folder for logs."""
 
 
 # What the suites need.
@@ -482,7 +482,7 @@ WHAT = {
 
 
 def orders(kind: Kind) -> list[Order]:
-    """Return how to start an engine that nobody disaggregates, a prefiller and a decoder."""
+    """Return how to start an engine that does all of a request, a prefiller and a decoder."""
     roles = {"alone": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
     flags = (*kind.flags, "--served-model-name", MODEL, *NAMES)
     return [
@@ -517,7 +517,7 @@ def _outcomes(suite: Suite, side: Side, only: Sequence[str], folder: Path) -> Ou
     try:
         return suite(side, only, folder)
     except (SystemExit, subprocess.TimeoutExpired, httpx.HTTPError) as error:
-        # The others shall run.
+        # The rest shall run.
         return {_RUNS: ("failed", f"{type(error).__name__}: {error}")}
 
 
@@ -543,7 +543,7 @@ def compare(suite: Suite, both: Sequence[Side], folder: Path) -> tuple[Outcomes,
     return engine, proxy
 
 
-# A prefiller that is started again under load, which no suite of others does.
+# A prefiller that is started again under load, which no third-party suite does.
 
 _BODY = {"model": MODEL, "max_tokens": 24, "ignore_eos": True, "temperature": 0}
 
@@ -558,7 +558,7 @@ def _answer(url: str, prompt: str) -> str:
 
 
 def restart(side: Side, proxy: Proxy, prefiller: Engine, engine: str) -> dict[str, bool]:
-    """Start the only prefiller again while clients ask; return what is claimed, and if it holds."""
+    """Start the only prefiller again while clients ask; return each claim, and whether it holds."""
     prompts = [f"Question {i}: what is {i} times {i}? " * 12 for i in range(40)]
     wanted = [_answer(engine, prompt) for prompt in prompts]
     seen: list[tuple[int, str]] = []
@@ -585,7 +585,7 @@ def restart(side: Side, proxy: Proxy, prefiller: Engine, engine: str) -> dict[st
         one.join(120.0)
     exact = sum(text == wanted[i] for i, text in seen)
     refused = sum(text == "refused with 503" for _, text in seen)
-    # Those that asked before it was back may hear of it afterwards.
+    # Requests from before its return may fail afterwards.
     late = sum(text != wanted[i] for i, text in seen[count:])
     return {
         f"{len(seen)} requests: {exact} answers are the engine's, {refused} times 503": (
@@ -699,7 +699,7 @@ def _run(
                 del chosen[0]
             if restarted is not None and with_restart:
                 restarted |= restart(both[1], proxy, prefiller, both[0].url)
-    except SystemExit as error:  # Of engines; others may start.
+    except SystemExit as error:  # Of engines; those of the next kind may start.
         yield from ((name, Row(fault=str(error))) for name in chosen)
 
 

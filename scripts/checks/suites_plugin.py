@@ -54,7 +54,7 @@ class Absent(ModuleType):
     """Stands for a package that a suite imports and that no test of ours reaches: SMG's own client, pandas."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an exception's type that nobody raises: tests name them beside the openai package's."""
+        """Return an exception's type that is never raised: tests name them beside the openai package's."""
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (Exception,), {})

@@ -39,7 +39,7 @@ FIGURES = (
     ("output tokens/s", "output_tokens_per_s", 1.0, 0),
     ("TTFT p99 s", "ttft_s_p99", 1.0, 1),
 )
-# What else is told: label, figure, unit (None: real milliseconds), digits.
+# Further figures: label, figure, unit (None: real milliseconds), digits.
 PARTICULARS: tuple[tuple[str, str, float | None, int], ...] = (
     ("output tokens/s, by the client's clock", "output_tokens_per_s", 1.0, 0),
     ("TTFT ms, p50", "ttft_ms_p50", 1.0, 0),
@@ -382,7 +382,7 @@ def demo(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     return 1 if any(one.failed for one in lives.values()) else 0
 
 
-# What single runs do not tell apart: these so often.
+# Runs of policies whose difference single runs do not show.
 REPEATED, RUNS = "jsq,fifo,br-h", 5
 # Heading, where the figure is, scale, digits; beside it the simulation's, where there is one.
 MEASURED: tuple[tuple[str, str, str | None, float, int], ...] = (

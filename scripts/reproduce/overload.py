@@ -93,7 +93,7 @@ class Engine:
         return len(self._running)
 
     def begin_step(self, order: "count[int]") -> int:
-        """Let in who waits longest and return how long the step takes, in ns."""
+        """Let in the requests that wait longest; return how long the step takes, in ns."""
         self.stepping = True
         if self.waiting:
             one = self._entering = self.waiting.popleft()
@@ -103,7 +103,7 @@ class Engine:
         return 47 * MS + 900_000 * self.running + 4 * MS * beyond + prompts_ns
 
     def end_step(self, now_ns: int) -> tuple[Asked | None, list[Asked]]:
-        """Give each sequence a token; return who had the first one, and who had the last one."""
+        """Give each sequence a token; return the requests that had their first, and those that had their last."""
         self.stepping = False
         self._steps += 1
         entered, self._entering = self._entering, None
@@ -312,7 +312,7 @@ def in_time(order: str, rate: float, seed: int) -> dict[str, float]:
         name, _, level, due_s, answer = draw.choices(CLASSES, [one[1] for one in CLASSES])[0]
         arrived_ns = round(time_s * S)
         due_ns = arrived_ns + round(due_s * S)
-        # One tenant for the queue: the order is what is compared.
+        # One tenant for the queue: this compares orders.
         ticket = Ticket(PROMPT_TOKENS, tenant=PAYING, model=name, level=level, deadline_ns=due_ns)
         world.loop.call_at(arrived_ns, partial(world.arrive, ticket, answer))
     world.run()

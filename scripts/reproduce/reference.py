@@ -190,7 +190,7 @@ what the proxy exports: `GET /metrics` of both listeners, of the public one unle
 """,
 )
 def metrics_page() -> Iterator[str]:
-    """Tell of all metrics."""
+    """Yield the table of all metrics."""
     yield table_head("metric", "type", "labels", "meaning")
     for name, (kind, meaning, labels) in sorted(labels_by_family(full_page()).items()):
         listed = ", ".join(f"`{label}`" for label in sorted(labels))
@@ -210,7 +210,7 @@ are in seconds. A switch has a second flag, `--no-...`. `--topology FILE` names 
 """,
 )
 def settings_page() -> Iterator[str]:
-    """Tell of all settings, by the headings of the help."""
+    """Yield the tables of all settings, by the headings of the help."""
     for heading, sections in HEADINGS.items():
         yield f"## {heading[0].upper()}{heading[1:]}\n\n{table_head('flag', 'meaning', 'default')}"
         yield from (_row(one) for section in sections for one in settings_of(section))
@@ -226,7 +226,7 @@ is, one slash behind a path makes no difference, and everything else is 404. [se
 """,
 )
 def routes_page() -> Iterator[str]:
-    """Tell of all routes; those in a row that are served alike are one row."""
+    """Yield the table of all routes; those in a row that are served alike are one row."""
     yield table_head("route", "served by")
     for words, alike in groupby((*ROUTES, *CONTROL), _served_by):
         yield table_row(", ".join(chain.from_iterable(map(_methods, alike))), words)
@@ -261,7 +261,7 @@ goes on. A direct leg is a request that one engine does as a whole. [failures.md
 """,
 )
 def failures_page() -> Iterator[str]:
-    """Tell what follows a failed leg."""
+    """Yield the table of what follows a failed leg."""
     yield table_head("leg", "failure", "counted by", "next")
     for (leg, what), rule in RULES.items():
         yield table_row(leg.value, what.value, rule.blame.value, rule.then.value)
@@ -276,7 +276,7 @@ the longest matching name. A name in the second column includes its sub-packages
 """,
 )
 def packages_page() -> Iterator[str]:
-    """Tell what each package is for, and what it may import beside itself."""
+    """Yield each package, its purpose, and what it may import beside itself."""
     yield table_head("package", "is for", "may import")
     for name, imports in sorted(MAY_IMPORT.items()):
         path = ROOT / name.replace(".", "/")
@@ -294,7 +294,7 @@ def packages_page() -> Iterator[str]:
 """,
 )
 def alerts_page() -> Iterator[str]:
-    """Tell what each alert means, and where the docs say what to do."""
+    """Yield each alert, its meaning, and where the docs say what to do."""
     rules = yaml.safe_load((CHART / "rules.yaml").read_text(encoding="utf-8"))
     yield table_head("alert", "severity", "means", "what to do")
     for rule in rules:
@@ -312,7 +312,7 @@ the first lines of the files in `topologies/`. G is the number of decode ranks.
 """,
 )
 def topologies_page() -> Iterator[str]:
-    """Tell of the shipped layouts, each with the first paragraph of its file."""
+    """Yield the shipped layouts, each with the first paragraph of its file."""
     yield table_head("topology", "connector", "layout")
     for path in sorted((ROOT / "topologies").glob("*.toml")):
         text = path.read_text(encoding="utf-8")

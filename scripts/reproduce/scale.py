@@ -91,7 +91,7 @@ class Gateway:
         return (page.waiting + page.running) / page.ranks
 
     def counted(self, cell: int) -> float:
-        """Return the same, with what this one sent since; the others will have sent as much."""
+        """Return the same, with what this picker sent since; the rest will have sent as much."""
         return self.shown(cell) + self.gateways * self.sent[cell] / self.pages[cell].ranks
 
 
@@ -131,7 +131,7 @@ PICKERS: Mapping[str, Picker] = {
 
 
 class Account(Recorder):
-    """Tells the world of first tokens and ends, and sums up the steps of the measured window."""
+    """Reports first tokens and ends to the world, and sums up the steps of the measured window."""
 
     def __init__(self, world: "World", cell: int) -> None:
         super().__init__(UNLIMITED)
@@ -214,7 +214,7 @@ class Found:
     spread: float  # Requests sent to the cell with the most for each rank, over the mean.
     cut: float  # Share of the requests in flight that were lost with the cell.
     refused: float  # Share of those sent until it was noticed that went there.
-    after_s: float  # Median time to the first token of who came in the first window after the loss.
+    after_s: float  # Median time to the first token of requests in the first window after the loss.
     back_s: float  # After the loss, the end of the last window whose median was not back.
 
 

@@ -44,7 +44,7 @@ def like_sharegpt(draw: random.Random) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What is told of one choice before one pool."""
+    """The claim of one choice before one pool."""
 
     pool: str
     rule: str
@@ -72,7 +72,7 @@ CLAIMS = (
 
 @dataclass(slots=True)
 class Asked:
-    """One request. `client` is False for those that others send, which do not count."""
+    """One request. `client` is False for those of background clients, which do not count."""
 
     client: bool
     engine: int
@@ -151,7 +151,7 @@ class World:
             self._loop.call_at(self._loop.now_ns + SCRAPE_NS, self._scrape)
 
     def _settle(self) -> None:
-        """Begin steps, and let in who fits."""
+        """Begin steps, and let in requests that fit."""
         for engine in self._engines:
             if engine.stepping or not (engine.waiting or engine.running):
                 continue
@@ -173,7 +173,7 @@ class World:
             self._loop.call_at(end_ns, partial(self._end_step, engine))
 
     def _end_step(self, engine: Engine) -> None:
-        """Give each sequence a token; who had the last one is served, and its client asks again."""
+        """Give each sequence a token; after the last one a request is served, and its client asks again."""
         engine.stepping = False
         engine.steps += 1
         while engine.running and engine.running[0][0] <= engine.steps:
@@ -200,7 +200,7 @@ def gain_of(values: NDArray[np.float64]) -> str:
 
 
 def holds(claim: Claim, found: NDArray[np.float64]) -> bool:
-    """Return whether the mean gain has the sign that is told."""
+    """Return whether the mean gain has the claimed sign."""
     return bool(claim.sign * found[claim.figure].mean() >= 0)
 
 

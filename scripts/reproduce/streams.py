@@ -43,7 +43,7 @@ HOST, LIMIT_S = "127.0.0.1", 3_600.0
 ONE_EACH, ONE = "TLS/TCP, one each", "TLS/TCP, one connection"
 TRANSPORTS = (*STREAM_ORDERS, ONE_EACH, ONE)
 TOKEN_BYTES, TPOT_S = 4, 0.04
-# Of requests that wait for others on the link.
+# Of requests that wait for each other on the link.
 _PATIENT = ServerLimits(
     body_timeout_s=LIMIT_S, keep_alive_timeout_s=LIMIT_S, write_timeout_s=LIMIT_S
 )
@@ -93,7 +93,7 @@ Answer = Callable[[int], Awaitable[bytes]]
 
 @dataclass(frozen=True)
 class Play:
-    """What is sent over the link, and who answers.
+    """What is sent over the link, and the server that answers.
 
     Attributes:
         folder: Has the server's certificate.
@@ -212,7 +212,7 @@ async def over_http3(loop: VirtualLoop, order: str, play: Play) -> list[float]:
     return times
 
 
-# By which a timer is told to be late, as `wire.quic.connection` does: a packet that is due at this very
+# Added to the time of a timer, as in `wire.quic.connection`: a packet that is due at this very
 # instant may, by rounding, not be late yet, and where time stands still its timer is then set for ever.
 _LATE_S = 1e-6
 
@@ -401,7 +401,7 @@ TICK_S = 0.005
 
 
 class Serving:
-    """The groups of an alias, in the loop's time: who answers a request, and when.
+    """The groups of an alias, in the loop's time: which one answers a request, and when.
 
     Attributes:
         chosen: By request, the place of its group.
@@ -442,7 +442,7 @@ class Serving:
         for group in self._groups:
             for one in group.advance(now_ms):
                 ended = self._under_way.pop(one.number)
-                if not ended.done():  # At the end of a run nobody waits for what was given up.
+                if not ended.done():  # At the end of a run no task waits for abandoned requests.
                     ended.set_result(None)
         return now_ms
 

@@ -82,7 +82,7 @@ class Setup:
         return chosen
 
 
-# What each tenant got in each phase, and what is not as it must be.
+# What each tenant got in each phase, and where that is wrong.
 
 DUE = 100 * WEIGHTS["gold"] / sum(WEIGHTS.values())
 """The share of `gold` by weight, in percent."""
@@ -141,7 +141,7 @@ def share(held: Iterable[Held], tenant: str, window: tuple[float, float]) -> flo
 
 
 def refusal(sample: RequestSample) -> str | None:
-    """Return the status of a refusal that tells when to come again; None for anything else."""
+    """Return the status of a refusal with a time to come again; None for anything else."""
     kind = "" if sample.fault is None else sample.fault.kind
     return kind[5:] if kind in ("http 429", "http 503") and sample.retry_after else None
 
@@ -172,7 +172,7 @@ def row_of(setup: Setup, run: Run, phase: int, tenant: str) -> Row:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """Return what is not as it must be."""
+    """Return the claims that do not hold."""
     found = []
     both, alone = list(PHASES)[:2]
     for row in rows:

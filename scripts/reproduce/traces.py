@@ -69,7 +69,7 @@ def labelled(requests: Sequence[TraceRequest], shared_blocks: int) -> list[Trace
 
 
 def mixed(short: float, requests: int = 12_000) -> list[TraceRequest]:
-    """Return requests of which a share has short prompts of 50 to 1,000 tokens, others 3,000 to 13,000."""
+    """Return requests of which a share has short prompts of 50 to 1,000 tokens, the rest 3,000 to 13,000."""
     rng = random.Random(f"{short} short")
     prompts = [
         rng.randint(50, 1_000) if rng.random() < short else rng.randint(3_000, 13_000)
