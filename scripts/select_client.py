@@ -3,10 +3,10 @@
     balanceroute serve --prefill .. --decode .. --select-key-file keys
     python scripts/select_client.py --service http://127.0.0.1:8092 --key-file keys --requests 8 "Why is the sky blue?"
 
-Each request goes four ways: the service names a prefiller, which computes the prompt; the service is told,
-and names a rank once one is free; the rank takes the KV cache and streams the answer, of which the service
-hears every few tokens; at the end, and when anything fails, the service is told too. The engines speak
-vLLM's NIXL connector. It exits 1 if a request failed.
+Each request has four steps. The service names a prefiller, which computes the prompt. The client reports that
+to the service, which names a rank once one is free. The rank takes the KV cache and streams the answer, and the
+client reports every few tokens. It also reports the end, and any failure. The engines speak vLLM's NIXL
+connector. It exits 1 if a request failed.
 """
 
 import argparse

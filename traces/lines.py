@@ -259,7 +259,7 @@ def _shown_json(value: object) -> str:
 # The lines of a text file from outside: UTF-8, with or without gzip, every error with its line.
 
 _GZIP_MAGIC = b"\x1f\x8b"
-# Others, and what makes the file readable.
+# Other compressions, and the command that makes the file readable.
 _OTHER_MAGIC = {
     b"\x28\xb5\x2f\xfd": "zstd: zstd -d FILE",
     b"\xfd7zXZ": "xz: xz -d FILE",

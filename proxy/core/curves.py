@@ -1,4 +1,4 @@
-"""Survival curves of whole outputs, asked once per request and read at any age.
+"""Survival curves of whole outputs, from one question per request, to read at any age.
 
 A curve is Pr[output > h], at k = 0..`LONGEST` the mean over the width around h = k x width; at its two
 ends, the value there. At age a the survival h steps ahead is the ratio of the curve at a + h and at a,
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 POINTS = 32
 HORIZON_OUTPUTS = 2.5
-# What is further ahead weighs less: the admissions until then can still correct it. The weights fall by
-# e for each half of a lasting output.
+# Later points weigh less: the admissions until then can still correct them. The weights fall by e for
+# each half of a lasting output.
 WEIGHTS: NDArray[np.float64] = np.exp(-5.0 * np.arange(POINTS) / (POINTS - 1))
 
 WEIGHTS /= WEIGHTS.sum()
 
-# Departures that the means are of, and how many have to be known first.
+# Departures that the means cover, and how many have to be known first.
 _REMEMBERED = 512
 _LEAST_KNOWN = 64
-# The first requests that leave are the short ones. Predictions tell of all; this bounds by how much
-# longer these may be.
+# The first requests that leave are the short ones. Predictions cover all; this bounds by how much longer
+# they may be.
 _MOST_CENSORED = 4.0
 _MEAN_WEIGHT = 1 / 512
 _AHEAD = np.arange(POINTS)
@@ -95,8 +95,8 @@ class Slots:
     def fit(self) -> float:
         """Fit the grid to the lasting output; return the factor by which its width grew.
 
-        It stays while it reaches far enough, but not twice as far as it should: what is known on a grid
-        is less exact on another.
+        The grid stays while it reaches far enough, but not twice as far as it should: a change makes the
+        curves less exact.
         """
         left = self._squares / self._outputs
         lasting = min(max(self._predicted, left), _MOST_CENSORED * left)
@@ -109,12 +109,12 @@ class Slots:
         return self.width / before
 
     def expect(self, output_tokens: float) -> None:
-        """Note the lasting output that is predicted of the candidates."""
+        """Note the predicted lasting output of the candidates."""
         weight = _MEAN_WEIGHT if self._predicted else 1.0
         self._predicted += weight * (output_tokens - self._predicted)
 
     def refill_with(self, prompts: NDArray[np.int64], survival: NDArray[np.float64]) -> None:
-        """Take it that empty slots are refilled with such requests, by the renewal equation.
+        """Assume that such requests refill empty slots, by the renewal equation.
 
         Args:
             prompts: int64[n], KV tokens of one sequence.
@@ -141,7 +141,7 @@ class Slots:
         self._refill(np.linalg.solve(left[_LATER], right))
 
     def _refill(self, half_way: NDArray[np.float64]) -> None:
-        """Note what a refilled slot holds, float64[POINTS - 1], half a point and more after that."""
+        """Note what a refilled slot holds, float64[POINTS - 1], from half a point after its refill on."""
         # As the request runs at point k and not at k - 1, its slot is refilled a point later.
         later = np.zeros(2 * POINTS - 1)
         later[: POINTS - 1] = -half_way
@@ -192,13 +192,13 @@ class Curves:
     """The curves of the requests that may be admitted or run.
 
     Args:
-        predictor: Asked for each request once.
+        predictor: Gets one question about each request.
     """
 
     def __init__(self, predictor: "OutputPredictor") -> None:
         self._predictor = predictor
         self._row_of: dict[RequestId, int] = {}
-        # Row 0 stands for requests that were never asked about: the mean of the latest candidates.
+        # Row 0 stands for requests without a curve: the mean of the latest candidates.
         self._keep(np.ones((_FIRST_ROWS, _COLUMNS)))
         self._free = list(range(1, _FIRST_ROWS))
 
@@ -206,7 +206,7 @@ class Curves:
         return len(self._curves)
 
     def ask(self, requests: Sequence[RequestId], width: int) -> NDArray[np.int64]:
-        """Ask about the requests that have no curve yet; return the rows of all, int64[n]."""
+        """Ask the predictor about requests without a curve; return the rows of all, int64[n]."""
         unknown = [request for request in requests if request not in self._row_of]
         for begin in range(0, len(unknown), _BATCH):
             batch = unknown[begin : begin + _BATCH]
@@ -214,7 +214,7 @@ class Curves:
                 batch, np.zeros(len(batch), np.int64), LONGEST * width
             )
             rows = [self._free.pop() for _ in batch]
-            # So that it is not lost where between two points a request ends.
+            # This keeps where between two points a request ends.
             begin_around = (width + 1) // 2
             around = survival[:, begin_around : begin_around + (LONGEST - 1) * width]
             self._curves[rows, 0] = 1.0
@@ -226,28 +226,28 @@ class Curves:
         return of_all
 
     def row_of(self, request: RequestId) -> int:
-        """Return the row of a request; 0 if it was never asked about."""
+        """Return the row of a request; 0 if it has no curve."""
         return self._row_of.get(request, 0)
 
     def rows_of(self, running: Running) -> NDArray[np.int64]:
-        """Return the rows of some running requests, int64[n]; 0 of those never asked about."""
+        """Return the rows of some running requests, int64[n]; 0 without a curve."""
         rows = running.curves[running.places]
         (unknown,) = (rows < 0).nonzero()
         if unknown.size:
             requests = running.requests[unknown].tolist()
             found = np.array([*map(self.row_of, requests)], np.int64)
-            # It stays while the request runs: only candidates are asked about.
+            # It stays while the request runs: only candidates get a curve.
             rows[unknown] = running.curves[running.places[unknown]] = found
         return rows
 
     def lasting_output(self, width: int) -> float:
-        """Return E[o**2] / E[o] of the requests asked about last, up to the end of the curves."""
+        """Return E[o**2] / E[o] of the latest curves' requests, up to the end of the curves."""
         mean = self._curves[0, : LONGEST + 1]
         # Sums by the trapezoid rule: half of the first point.
         return 2.0 * width * float(mean @ _PLACES) / (float(mean.sum()) - 0.5)
 
     def make_room(self, requests: int, is_known: Callable[[RequestId], bool]) -> None:
-        """Have room for so many more requests, of which no longer known ones make way first."""
+        """Have room for so many more requests; first drop those that the scheduler no longer knows."""
         if len(self._free) >= requests:
             return
         for request in [request for request in self._row_of if not is_known(request)]:

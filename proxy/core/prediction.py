@@ -31,7 +31,7 @@ class OutputPredictor(Protocol):
 
         Returns:
             float64[n, steps + 1]: Pr[output > age + h | output > age]; non-increasing along a row,
-            column 0 is 1. A new array: who asks keeps it, and may write to it.
+            column 0 is 1. A new array, which the caller keeps and may write to.
         """
         ...
 

@@ -208,10 +208,9 @@ class Projection:
 
     Attributes:
         on_leave: Called with each request that leaves, its prompt tokens and the tokens that it
-            emitted, both of one sequence, the latter None if it never decoded; None for nobody.
+            emitted, both of one sequence, the latter None if it never decoded; or None.
         now: The step clock; it restarts when all requests are removed.
-        changed: bool[G], ranks of which not only the steps changed something since the caller cleared
-            it.
+        changed: bool[G], ranks that more than steps changed since the caller cleared it.
     """
 
     def __init__(
@@ -256,7 +255,7 @@ class Projection:
         place = self._deposits.add(
             request, rank, kv_tokens=kv_tokens, age=age, sequences=sequences, now=self.now
         )
-        # Its deposit is made before the next step or decision, in one batch with others.
+        # The next step or decision makes its deposit, in one batch with those of other requests.
         self._new[place] = None
         self._changed[rank] = True
 
@@ -349,7 +348,7 @@ class Projection:
     def survival(self, requests: Sequence[RequestId], ages: Sequence[int]) -> NDArray[np.float64]:
         """Return float64[n, H + 1], the probability that each still runs after 0..H steps.
 
-        For requests that may be admitted now: what `newcomers` and `persistence` are computed from.
+        For requests that may be admitted now; `newcomers` and `persistence` use it.
         """
         return self._predictor.survival(requests, np.array(ages, np.int64), self.horizon_steps)
 
@@ -361,7 +360,7 @@ class Projection:
         Each holds `kv_tokens`, has a row of `survival` and gains `sequences` tokens per step.
         """
         ahead = self._ahead[: self.horizon_steps + 1]
-        if len(kv_tokens) == 1:  # Nearly every round asks for one.
+        if len(kv_tokens) == 1:  # As in nearly every round.
             grown = (sequences[0] * ahead + kv_tokens[0])[None]
         else:
             grown = np.multiply.outer(np.array(sequences), ahead)
@@ -399,7 +398,7 @@ class Projection:
     ) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
         """Return the survival of requests, float64[n, W], and in the point form their departures.
 
-        Notes when each of them is due for a refresh.
+        It also notes when each of them is due for a refresh.
         """
         deposits = self._deposits
         requests = deposits.request[places]
@@ -433,7 +432,7 @@ class Projection:
         new.clear()
 
     def _make_deposit(self, place: int, *, again: bool = False) -> None:
-        """Do what `_make_deposits` does for one request; nearly every call is for one."""
+        """Make one deposit, as nearly every call does; see `_make_deposits`."""
         deposits = self._deposits
         request, rank = deposits.request.item(place), deposits.rank.item(place)
         tokens, sequences = deposits.tokens.item(place), deposits.sequences.item(place)
@@ -504,7 +503,7 @@ class Projection:
             window[of_rank[starts]] += np.add.reduceat(change, starts, axis=0)
 
     def _restart(self, place: int, tokens: int = 0) -> None:
-        """Replace the deposit by one that starts now, with so many more tokens than the steps gave."""
+        """Replace the deposit by one that starts now, with `tokens` more than the steps gave."""
         deposits = self._deposits
         self._withdraw(place)
         self._changed[deposits.rank.item(place)] = True
@@ -515,7 +514,7 @@ class Projection:
         self._new[place] = None
 
     def _withdraw(self, place: int) -> None:
-        """Subtract the rest of a deposit, or cancel one that was not made yet."""
+        """Subtract the rest of a deposit, or cancel it before it is made."""
         self._deposits.due[place] = -1
         if place in self._new:
             del self._new[place]
@@ -570,9 +569,8 @@ class Balance:
     Args:
         ahead: float64[G, H + 1], projected KV tokens of each rank; updated in place.
         persistence: float64[H + 1], the share of an admitted token that remains h steps ahead.
-        target: Returns float64[H + 1], KV tokens of a rank that is as full as the others, while
-            nothing is admitted yet; None for the paper's F. Not asked where only the best rank of the
-            one request that waits is.
+        target: Returns float64[H + 1], the load at which all ranks are evenly full, by the loads before
+            any admission; None for the paper's F. Not called for the best rank of a single request.
         speeds: float64[G], see `Fleet`. Tokens are those of each rank; the envelope and the target
             are those of a rank of speed 1.
     """
@@ -606,12 +604,12 @@ class Balance:
         self._filled: NDArray[np.float64] | None = None
         self._rounding: float | None = None
         self._room_weights = weights.steps
-        # The latest rank's F, which is asked for several times before an admission.
+        # The latest rank's F, which callers need several times before an admission.
         self._curve_of: tuple[int, FCurve] | None = None
 
     @cached_property
     def reward(self) -> float:
-        """What a token that fills counts in F."""
+        """The value in F of a token that fills."""
         return self._weights.alpha * float(np.add.reduce(self._steps))
 
     @property
@@ -691,8 +689,8 @@ class Balance:
         """Return the open rank where `total` tokens cost least time; on a tie the one with most room.
 
         If nothing overflows, all ranks tie, and the result is the least-loaded rank over the horizon.
-        At least one of `open_ranks`, bool[G], is True. `worth` is float64[G], what each rank is worth
-        beside, in F. O(G x H).
+        At least one of `open_ranks`, bool[G], is True. `worth` is float64[G], added to F of each rank.
+        O(G x H).
         """
         # The reward is the same on every rank, so the least overflow is the best score.
         margins, steps = self._margins_of_all(), self._steps
@@ -718,8 +716,8 @@ class Balance:
     def admit(self, rank: int, contribution: NDArray[np.float64], *, full: bool = False) -> bool:
         """Add float64[H + 1] tokens to `rank`; return whether it exceeds the envelope, which then rises.
 
-        If not, only this rank's margin changed. With `full` no caller asks for this rank again, and what
-        is kept of it is not updated.
+        If not, only this rank's margin changed. With `full` no caller asks for this rank again, so its
+        cached sums are not updated.
         """
         self._curve_of = None
         if self._make_target is not None and self._target is None:

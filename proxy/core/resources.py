@@ -162,7 +162,7 @@ class Pace:
 
     @property
     def departures_per_ns(self) -> float | None:
-        """Requests that leave the ranks per ns while others wait; None before a full window."""
+        """Requests that leave the ranks per ns while the pool has some; None before a full window."""
         return self._rate(_FULL)
 
     @property

@@ -22,8 +22,8 @@ from numpy.typing import ArrayLike, NDArray
 
 # Subsets of up to three items, by a look-up of the third for every two.
 #
-# For two items of a sorted list the best third is next to what is left of the total, behind the
-# second: so each three are looked at once, and n**2 / 2 look-ups take the place of n**3 / 6 sums.
+# For two items of a sorted list the best third is next to the remaining total, behind the second. So n**2
+# / 2 look-ups, each for three items, replace n**3 / 6 sums.
 
 MOST_ITEMS = 3
 # Above every total, with room to add one without overflow.
@@ -214,7 +214,7 @@ def _cheapest_solver(
 
     The estimate depends on the input only. Costs are microseconds, fitted to single calls on one core
     of an AMD EPYC: 2 to 64 prompts of 1k to 120k tokens, 2 to 64 slots. The constant terms are the
-    interpreter's, the others the arrays'. A wrong estimate costs time and never changes the result.
+    interpreter's, the rest the arrays'. A wrong estimate costs time and never changes the result.
     In practice enumeration serves a few thousand subsets, the search for a third item more of them in
     three slots, halves those of more slots over at most some 30 candidates, and bits the rest.
 
@@ -364,7 +364,7 @@ def _backtrack(
 def _integer_bounds(
     sizes: Sequence[int], max_items: int, peak: float, max_total: int | None
 ) -> tuple[int, int, int]:
-    """Return what the solvers compute with: items, largest total below, largest total at all."""
+    """Return the solvers' inputs: items, largest total below, largest total at all."""
     assert peak >= 0.0
     ceiling = sum(sizes) if max_total is None else max(0, min(max_total, sum(sizes)))
     floor = ceiling if peak >= ceiling else int(peak)

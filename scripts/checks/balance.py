@@ -5,8 +5,8 @@ KV cache is nearly all of a step. Requests are those of the Mooncake conversatio
 by 4; the length of an answer is hidden from the proxy (`stop_after`, see cpu_shim). A prompt is one of 12 whose
 blocks all engines have cached, so prefill and transfer cost little, and decode is what is measured.
 
-Processor time is that of the thread that computes: what a rank waits at the barrier or for a core costs none. Caches
-and cores that others use still make a step longer.
+Processor time is that of the computing thread: waiting at the barrier or for a core costs none. Other programs' use
+of caches and cores still makes a step longer.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     openai BASE_URL MODEL ADMIN_URL STRICT_URL KEY     STRICT_URL asks for a key, and its queue is tiny
     anthropic|litellm|langchain BASE_URL MODEL [LEFT_OUT..]
 
-Runs in the environment of one library, which has neither the others nor this project's package. Prints the
+Runs in the environment of one library, which has no other one and not this project's package. Prints the
 library's version, then a line of JSON for each check: what its name claims, and what is wrong, or null.
 """
 

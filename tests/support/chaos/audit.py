@@ -213,7 +213,7 @@ def audit_retries(plan: ChaosPlan, world: World) -> list[str]:
         # Where no engine may do all of it, an answer that ends with its first token is tried again.
         retries = sum(record.retries for record in world.ended if record.reason != COMPLETE)
         return [f"retries: {retries} though all was well"] if retries else []
-    # What nobody has failed in is no retry here: an engine was left by order, or had closed a connection.
+    # A retry without a failure does not count here: an order, or an engine that closed a connection, caused it.
     page = world.plane.metrics.render()
     retries = _counted(page, _RETRY_LINE).total()
     # Free of the budget is one only where a KV cache could not be pulled, and what an engine leaves that is
