@@ -164,7 +164,7 @@ def imported(what: str, name: str) -> Any:
 
 
 def made(what: str, name: str, members: tuple[str, ...], *arguments: object) -> Any:
-    """Return what such a function makes.
+    """Return the part that such a function makes.
 
     Raises:
         ConfigError: It cannot be imported, fails, or makes something without these members.

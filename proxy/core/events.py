@@ -1,4 +1,4 @@
-"""What goes into the scheduler (events) and what comes out of it (actions).
+"""The scheduler's inputs (events) and outputs (actions).
 
 The vocabulary of the whole package is fixed here:
 
@@ -49,7 +49,7 @@ class Ticket(Struct, frozen=True):
     max_tokens: int | None = None
     # What the client expects one sequence to emit; None if it does not say.
     expected_tokens: int | None = None
-    # Hashes of what it shares with other requests, the most specific first; empty if unused or not
+    # Hashes of properties that it shares with other requests, the most specific first; empty if unused or not
     # admitted yet.
     keys: tuple[int, ...] = ()
     model: str = ""  # The model that it names.
@@ -155,7 +155,7 @@ class TokensEmitted(Struct, frozen=True):
 
 
 class RequestRecomputed(Struct, frozen=True):
-    """The rank dropped the request's KV cache; it must be prefilled again with what it emitted.
+    """The rank dropped the request's KV cache; it must be prefilled again with its emitted tokens.
 
     With `elsewhere` the scheduler avoids the rank, and the prefiller that it pulled from, while another
     one is open. With `anew` the answer begins again: the emitted tokens are not prefilled.
@@ -247,7 +247,7 @@ class ForeignLoad(Struct, frozen=True):
 
     rank: RankId
     slots: int  # Slots of those requests; 0 once there are none.
-    kv_tokens: int  # What they hold; 0 if unknown.
+    kv_tokens: int  # Those that they hold; 0 if unknown.
 
 
 class Tick(Struct, frozen=True):

@@ -148,7 +148,7 @@ class FairShares:
             self.owe(ticket, (factor - 1.0) * cost)
             # No cost of its starts.
             self._since[ticket.tenant] -= added
-        # Deposits change much before requests end, when they are most of what starts were seen to add.
+        # Deposits change much before requests end, when they are most of the gain from starts.
         self._added = {tenant: factor * added for tenant, added in self._added.items()}
 
 
@@ -223,7 +223,7 @@ class FairQueue:
         return round(self._shares.starts_before(ticket, own))
 
     def place(self, request: RequestId) -> Any:
-        """Return what sorts a request among the heads of queues with the same counters."""
+        """Return the sort key of a request among the heads of queues with the same counters."""
         tenant = self._tickets[request].tenant
         return self._shares.counter(tenant), tenant, self._queues[tenant].place(request)
 
@@ -369,7 +369,7 @@ _AHEAD = 2.0
 # T stays as it is while the measured one is within this factor. When it changes, all deposits are made
 # anew: a mixture would favour tenants with old deposits over those with new ones, or the other way round.
 _RANGE = 1.25
-# Of its deposit, what a request pays that only a prefiller answers.
+# The share of its deposit that a request pays which only a prefiller answers.
 _DIRECT = 1 / 16
 
 
@@ -393,10 +393,10 @@ class _Began:
 
 
 class KvMeter:
-    """Measures what requests hold, and has their tenants pay for it."""
+    """Measures the tokens that requests hold over time, and has their tenants pay for them."""
 
     def __init__(self) -> None:
-        # Charged with deposits, and with what is held.
+        # Charged with deposits, and with the cost of tokens as time passes.
         self.shares = FairShares(self.deposit, deposits=True)
         self.held_shares = HeldShares()  # Decides which tenants the policy holds back.
         self._step_s = 0.0
@@ -570,7 +570,7 @@ class InTurn:
 
 
 class FairQueueing(NamedTuple):
-    """The parts of one scheduler that share what starts."""
+    """The parts of one scheduler that share its starts."""
 
     make_order: MakeStartOrder  # Makes its queues before prefill.
     make_pool: MakeQueueOrder  # Makes the order of its pool.

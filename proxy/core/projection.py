@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.prediction import OutputPredictor
 
 
-# What a projection keeps of each bound request: arrays with one place per request.
+# The data of each bound request in a projection: arrays with one place per request.
 
 
 class Running(NamedTuple):
@@ -54,7 +54,7 @@ class Running(NamedTuple):
     curves: NDArray[np.int64]  # See `Deposits`; for all places, to be written to.
 
 
-# What a place without a request has in the arrays of `Deposits`.
+# The values of a place without a request in the arrays of `Deposits`.
 _EMPTY = {
     **dict.fromkeys(("request", "rank", "due", "curves"), -1),
     **dict.fromkeys(("since", "tokens", "base", "started", "_padded"), 0),
@@ -82,7 +82,7 @@ class Deposits:
         self.started = np.zeros(places, np.bool_)  # Whether it decodes yet.
         # The row of its survival curve in `Curves`; -1 until it is looked up.
         self.curves = np.full(places, -1, np.int64)
-        # M zeros follow each row, so that what is left of a deposit is a window of W columns.
+        # M zeros follow each row, so that the rest of a deposit is a window of W columns.
         self._padded: NDArray[np.int32] = np.zeros((places, width + longest), np.int32)
         self._free = list(range(places))
         self._make_views()
@@ -93,7 +93,7 @@ class Deposits:
         # The W columns that begin at each place of the padded rows.
         windows = sliding_window_view(self._padded.ravel(), self._width)
         self.windows: NDArray[np.int32] = windows
-        # The memory of what `add` sets: one number so takes a fifth of what an array takes.
+        # The memory that `add` writes: one number so takes a fifth of the time of an array.
         names = ("request", "rank", "since", "tokens", "sequences", "base", "curves", "started")
         self._memory: list[memoryview] = [getattr(self, name).data for name in names]
 
@@ -149,11 +149,11 @@ class Deposits:
         )
 
     def rest(self, place: int, now: int) -> NDArray[np.int32]:
-        """Return what is left of a deposit, from the step `now` on."""
+        """Return the rest of a deposit, from the step `now` on."""
         return self.expected[place, now - self.since.item(place) :]
 
     def advance(self, places: NDArray[np.int64], now: int) -> NDArray[np.int64]:
-        """Let deposits start at `now`, and return where what was left of them begins.
+        """Let deposits start at `now`, and return where their rests begin.
 
         None of them is older than M steps.
         """
@@ -556,7 +556,7 @@ class Weights:
 
 
 class Outlook(NamedTuple):
-    """What the admission of each of n totals to one rank would do; float64[n] each."""
+    """The effect of admitting each of n totals to one rank; float64[n] each."""
 
     to_target: NDArray[np.float64]  # F.
     to_envelope: NDArray[np.float64]  # F without the target: it may be exceeded.
@@ -671,7 +671,7 @@ class Balance:
     @property
     def rounding(self) -> float:
         """The difference of two of `filled` up to which they count as equal."""
-        # Room is what the envelope has more than a rank: both have the rounding of the larger.
+        # Room is the envelope less the rank's load: both have the rounding of the larger.
         if self._rounding is None:
             self._rounding = _ROUNDING * float(self._envelope.dot(self._room_weights))
         return self._rounding

@@ -1,4 +1,4 @@
-"""The queue orders by name, and what tenants can share.
+"""The queue orders by name, and the costs that tenants can share.
 
 | name | rule |
 | --- | --- |
@@ -27,7 +27,7 @@ from balanceroute.proxy.core.waiting import (
     StartOrder,
 )
 
-# Orders by what a ticket says: `edf`, `abs`, `ml` and `srpt`. Ties go first come, first served.
+# Orders by the fields of a ticket: `edf`, `abs`, `ml` and `srpt`. Ties go first come, first served.
 #
 # None of them bounds how long a request waits behind more urgent ones; a time to live does.
 # Source: earliest deadline first, absolute priority and multilevel are the stream schedulers of
@@ -143,10 +143,10 @@ COSTS: dict[str, Cost] = {
     "request": lambda _: 1.0,
     "prompt-tokens": lambda ticket: float(ticket.prompt_tokens),
 }
-"""What a start costs its tenant, by name. A repeated prefill costs it again."""
+"""The cost of a start to its tenant, by name. A repeated prefill costs it again."""
 KV_SECONDS = "kv-token-seconds"
 FAIR_COSTS = (*COSTS, KV_SECONDS)
-"""What tenants can share."""
+"""The names of all costs that tenants can share."""
 
 __all__ = [
     "COSTS",

@@ -89,7 +89,7 @@ class RankMemory:
         return row
 
     def keeping(self, ranks: int, open_ranks: int) -> "Keeping":
-        """Return what the ranks have now, G of which so many are open."""
+        """Return a view on the G ranks, of which `open_ranks` are open, for one round."""
         return Keeping(self, ranks, open_ranks, self._admissions)
 
     def expect(self, ticket: Ticket) -> dict[RankId, int]:
@@ -134,7 +134,7 @@ class RankMemory:
         self._misses = 0
 
     def missed(self, ticket: Ticket, rank: RankId) -> None:
-        """Note that a rank had to compute what it was expected to have."""
+        """Note that a rank had to compute the expected tokens."""
         self._misses = min(self._misses + 1, _MOST_MISSES)
         if self._misses > _CHANCE:
             self._skips = _PATIENCE ** (self._misses - _CHANCE)
@@ -145,7 +145,7 @@ class RankMemory:
             self.forget(rank)
 
     def forget(self, rank: RankId) -> None:
-        """Note that a rank may have lost what it had."""
+        """Note that a rank may have lost all blocks."""
         held = self._held.pop(rank, None)
         if held is not None:
             for block in held.blocks:
@@ -175,7 +175,7 @@ class RankMemory:
             further = ranks_of.get(blocks[known], 0) & having if known < len(blocks) else 0
             levels.append((having ^ further, min(round(known * tokens), most)))
             having = further
-        # Most ranks have the same: nothing, or what many prompts begin with.
+        # Most ranks have the same: nothing, or the common beginning of many prompts.
         levels.sort(key=_size)
         row = [levels.pop()[1]] * ranks
         for some, count in levels:

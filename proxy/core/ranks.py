@@ -1,4 +1,4 @@
-"""The decode ranks: what they have (the ledger), which are open, and what a policy sees of them."""
+"""The decode ranks: their loads (the ledger), which are open, and a policy's view of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,7 +130,7 @@ class Ledger:
     Args:
         ranks: G.
         projection: Receives every change; None if the policy does not look ahead.
-        on_failure: Called with what the projection raised; None lets the exception propagate.
+        on_failure: Called with the projection's exception; None lets it propagate.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Ledger:
         return binding.kv_tokens + binding.slots * (self._step - binding.since_step)
 
 
-# The interface of a policy: what it sees, what it returns, and what must hold.
+# The interface of a policy: its inputs, its result, and the rules for it.
 #
 # A new policy is one new file here and a line in the registry: a class with the members of
 # `Policy`, or only a choice of rank for `OldestFirst`. A policy never uses a clock, a socket, a
@@ -649,7 +649,7 @@ class Ranks:
             speeds = self._warm(free_slots, ledger, speeds)
         if not self._all_open:
             free_slots *= self.is_open
-        # Early binding ignores memory as well: what does not fit queues in the engine.
+        # Early binding ignores memory as well: a request that does not fit queues in the engine.
         if config.rank_kv_tokens is None or beyond_batch is None:
             free_kv_tokens = self._unlimited.copy()
         else:

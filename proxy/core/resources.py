@@ -1,4 +1,4 @@
-"""What requests hold: how the scheduler takes and releases it, and what follows from KV leases.
+"""The resources of requests: how the scheduler takes and releases them, and the effects of KV leases.
 
 A queued request holds its place in a queue, a prefilling one the budget of a prefiller, a pooled one
 its place in the pool, and a decoding one slots and KV tokens of a rank. The prefiller's budget stays
@@ -35,7 +35,7 @@ from balanceroute.proxy.core.warm_up import with_loss
 if TYPE_CHECKING:
     from balanceroute.proxy.core.fair_queueing import KvMeter
 
-# What follows from the leases of KV caches: how many to hold, and what a late entry may cost.
+# The effects of KV leases: how many prefilled requests to hold, and the cost of a late entry.
 #
 # **Pool limit.** What the ranks admit in a sixth of a lease, and in 10 s at most. A policy then has
 # enough to choose from. In order of arrival no entry waits for longer, so an entry that the policy
@@ -86,7 +86,7 @@ class Pace:
     """
 
     def __init__(self, window_ns: int) -> None:
-        self.step_model = StepModel()  # What a token costs in a step.
+        self.step_model = StepModel()  # The cost of a token in a step.
         self._window_ns = window_ns
         # Departures and the time that they took; both decay.
         self._left = self._span_ns = 0.0
@@ -112,7 +112,7 @@ class Pace:
         self._steps = (1 - 1 / _WINDOW_STEPS) * self._steps + 1
         self._left_tokens *= 1 - 1 / _WINDOW_STEPS
         if duration_ns is not None:
-            # A third of what `max` takes.
+            # A third of the time of `max`.
             self.step_model.observe(loads.item(loads.argmax()), duration_ns)
 
     def tick(self, now_ns: int, *, waiting: bool) -> None:
@@ -224,7 +224,7 @@ class Leases:
     """The leases of one scheduler's requests.
 
     Attributes:
-        pace: What was measured; None if KV caches are kept for ever.
+        pace: The measurements; None if KV caches are kept for ever.
         pool_limit: As set, or as derived from the last measurement; None for no limit.
     """
 
@@ -393,7 +393,7 @@ def pool_entry(request: Request, config: SchedulerConfig, pairs: Pairs) -> PoolE
 
 
 class Resources:
-    """Takes and releases what the requests of one scheduler hold."""
+    """Takes and releases the resources of one scheduler's requests."""
 
     def __init__(
         self,
@@ -413,7 +413,7 @@ class Resources:
         self._pool = pool
 
     def release(self, request: Request, state: LifecycleState, *, gone: bool) -> list[Action]:
-        """Release everything that `request` held in `state`; return what the driver has to do.
+        """Release everything that `request` held in `state`; return the driver's actions.
 
         `gone` means that the engine has ended its part already, so there is nothing to abort.
         """
@@ -566,13 +566,13 @@ def _bind(ledger: Ledger, request: Request, rank: RankId, *, emitted: int = 0) -
         ledger.start(request.request)
 
 
-# A request whose engine lost it: what it releases, and which instances it avoids from then on.
+# A request whose engine lost it: its resources, and the instances that it avoids from then on.
 
 
 def lose_prefill(
     request: Request, event: PrefillLost, resources: Resources, now_ns: int
 ) -> list[Action]:
-    """Release what a request holds that has to be prefilled again; the caller queues it.
+    """Release the resources of a request that has to be prefilled again; the caller queues it.
 
     Raises:
         LifecycleError: Its rank has the KV cache already, or it has no prefill.
@@ -619,7 +619,7 @@ def lose_decode(request: Request, resources: Resources) -> None:
 def recompute(
     request: Request, resources: Resources, now_ns: int, *, elsewhere: bool
 ) -> list[Action]:
-    """Release what a request holds whose rank dropped it; the caller queues it.
+    """Release the resources of a request whose rank dropped it; the caller queues it.
 
     Raises:
         LifecycleError: It is on no rank.

@@ -230,7 +230,7 @@ def _may_come_early(ticket: Ticket) -> bool:
 # the scheduler puts all of them back: a round takes effect as a whole or not at all.
 
 OnFailure = Callable[[str, Exception], None]
-"""Called with what failed ("policy" or "projection") and the exception."""
+"""Called with the failed part ("policy" or "projection") and the exception."""
 
 # Without a projection or any state, so it does not fail for the same reason.
 _OLDEST_FIRST = OldestFirst(least_kv_with_room, slots_beyond_batch=0)
@@ -692,7 +692,7 @@ class Scheduler:
         for number in dict.fromkeys(lost):
             actions += self._lose_prefill(self.requests[number], PrefillLost(number), now_ns)
         if self.intake.queues_all:
-            # So that what needs no prefiller is in the pool when the policy decides.
+            # So that requests without prefill are in the pool when the policy decides.
             actions += self._start_prefills(now_ns)
         pooled = -1
         while len(self.pool.entries) > pooled:

@@ -1,4 +1,4 @@
-"""What decode steps show: the cost of a KV token, the speed of each rank, and which ranks stand still."""
+"""Measurements of decode steps: the cost of a KV token, the ranks' speeds, and which ranks stand still."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -57,7 +57,7 @@ class StepModel:
 
     @property
     def ns_per_token(self) -> float | None:
-        """What one KV token adds to a step, in ns; None while it is not known."""
+        """The time that one KV token adds to a step, in ns; None while unknown."""
         if self._weight < _LEAST_POINTS or self._tokens_tokens <= 0.0:
             return None
         slope = self._tokens_ns / self._tokens_tokens
@@ -67,7 +67,7 @@ class StepModel:
         return slope if slope > 0.0 and slope >= _CERTAINTY * error else None
 
     def step_ns(self, envelope_tokens: float) -> float | None:
-        """Return what a step with such a load takes, in ns; None while it is not known."""
+        """Return the time of a step with such a load, in ns; None while unknown."""
         slope = self.ns_per_token
         if slope is None:
             return None
@@ -99,7 +99,7 @@ _KEPT_BACK = 4
 _PASSED_OVER = 8
 # Ranks of one review, which takes some 60 us for each.
 _RANKS = 8
-# What is tried in place of a c_g, relative to it. The middle one keeps it.
+# Factors of a c_g to try. The middle one keeps it.
 _FACTORS = np.linspace(0.75, 1.25, 21)
 _KEPT = len(_FACTORS) // 2
 # By how much less the squared errors have to be, in mean squared errors; the square of 5.5 standard
@@ -175,7 +175,7 @@ class LearnedSpeeds:
     def _better(
         self, rank: int, loads: NDArray[np.float64], times: NDArray[np.float64]
     ) -> float | None:
-        """Return what to multiply a rank's slowness by; None to keep it."""
+        """Return the factor of a rank's slowness; None to keep it."""
         levels = loads * self._slowness
         correlation = _correlation(levels.max(axis=1), times)
         own = levels[:, rank].copy()
@@ -243,7 +243,7 @@ UNKNOWN_S = 4.0
 """The limit of a rank without known gaps: it may have to compile kernels, or send in bursts."""
 # Gaps from which the pace of a rank is known: an engine that begins compiles kernels and captures graphs.
 _LEAST_GAPS = 12
-# What is left of the longest gap after a look with a shorter one: a half after ten seconds.
+# The factor of the longest gap at a look with a shorter one: a half after ten seconds.
 _FADE = 0.983
 # A rank steps if its last token is no older than its gaps, or than this.
 _USUAL_S = 0.6

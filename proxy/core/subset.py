@@ -507,7 +507,7 @@ class _Halves:
         return old_indices + tuple(self._middle + index for index in new_indices)
 
 
-# The F-score: what admitting more load to one rank does to imbalance.
+# The F-score: the effect on imbalance of admitting more load to one rank.
 #
 # Pure functions on primitives and arrays. A *total* is the summed load of the admitted set, a
 # *margin* the distance of a rank's load below the envelope; both are KV tokens and never

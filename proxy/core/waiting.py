@@ -51,7 +51,7 @@ class StartOrder(Protocol):
         ...
 
     def place(self, request: RequestId) -> Any:
-        """Return what sorts a request among those of all orders that the same maker made."""
+        """Return the sort key of a request among those of all orders of the same maker."""
         ...
 
     def __len__(self) -> int: ...
@@ -263,7 +263,7 @@ class Pool:
     def __init__(self, order: QueueOrder, beyond_shares: BeyondShares | None = None) -> None:
         self._order = order
         self._beyond_shares = beyond_shares
-        # What waits, by request, in no order. Read-only.
+        # The entries, by request, in no order. Read-only.
         self.entries: dict[RequestId, PoolEntry] = {}
         self._deadlines = Timers()
         self._expiries = Timers()
@@ -271,7 +271,7 @@ class Pool:
         self._closed: set[RankId] = set()
         self.slots = 0  # Slots that all waiting requests need; 0 if none waits.
         self.mean_prompt_tokens = 0.0  # Running mean over the added entries.
-        # What left since `begin_round`, in order, and which of it was removed without admission.
+        # Entries that left since `begin_round`, in order, and those removed without admission.
         self._round: dict[RequestId, PoolEntry] | None = None
         self._removed: list[RequestId] = []
 
@@ -371,22 +371,22 @@ class Pool:
         return entry
 
     def begin_round(self) -> None:
-        """Start to record what leaves, so that `undo_round` can restore it."""
+        """Start to record entries that leave, so that `undo_round` can restore them."""
         self._round = {}
         self._removed = []
 
     @property
     def taken(self) -> dict[RequestId, PoolEntry]:
-        """A copy of what left since `begin_round`."""
+        """A copy of the entries that left since `begin_round`."""
         assert self._round is not None, "there is no round"
         return self._round.copy()
 
     def end_round(self) -> None:
-        """Stop to record; what left stays out."""
+        """Stop to record; the recorded entries stay out."""
         self._round = None
 
     def undo_round(self) -> None:
-        """Restore what left since `begin_round`, as if it had never been admitted."""
+        """Restore the entries that left since `begin_round`, as if none had been admitted."""
         left, self._round = self._round, None
         assert left is not None, "there is no round to undo"
         # The last one first: then the entries ahead of each are those that it overtook.

@@ -45,7 +45,7 @@ class _Mean:
 
 
 class FirstTokens:
-    """Measures what the time to first token consists of."""
+    """Measures the parts of the time to first token."""
 
     def __init__(self) -> None:
         # Starts of requests that had waited, and the time in which any waited; both decay.
@@ -69,7 +69,7 @@ class FirstTokens:
         self._starts += 1
 
     def came(self, prompt_tokens: int, prefill_ns: int, rest_ns: int, *, early: bool) -> None:
-        """Note a first token: what its prefill took, and what came after that; `early` as below."""
+        """Note a first token: the time of its prefill, and the rest after that; `early` as below."""
         self._prefill_ns_per_token.add(prefill_ns / prompt_tokens)
         self._rest_ns[early].add(rest_ns)
 
@@ -104,7 +104,7 @@ _LONGEST_S = 3600
 
 
 class EarlyRefusal:
-    """Refuses what comes too late.
+    """Refuses requests whose first token would come too late.
 
     Args:
         within: A rule that decides first.

@@ -83,7 +83,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What a tenant may ask for; None is no limit."""
+    """A tenant's limits; None is no limit."""
 
     requests: Rate | None = None  # Requests.
     tokens: Rate | None = None  # Tokens of prompts and answers.
@@ -92,10 +92,10 @@ class TenantLimits:
 
 
 class Allowance(NamedTuple):
-    """What is left of a rate."""
+    """The rest of a rate."""
 
     limit: int  # The burst.
-    remaining: int  # What may be taken now, at least 0.
+    remaining: int  # Available now, at least 0.
     reset_ns: int  # Time until all of it may be.
 
 

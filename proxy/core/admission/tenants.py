@@ -1,4 +1,4 @@
-"""Tenants: what each of them may ask for, within what the deployment as a whole accepts.
+"""Tenants: the limits of each, within those of the whole deployment.
 
 A request takes one from its tenant's bucket of requests, and its prompt with the most tokens that it may
 answer from the bucket of tokens. When it ends, it gives back the tokens that it did not use, or takes
@@ -181,7 +181,7 @@ class Account:
             self.tokens.take(tokens, now_ns)
 
     def allowances(self, now_ns: int) -> dict[str, Allowance]:
-        """Return what is left of each rate that has a limit: `requests`, `tokens`."""
+        """Return the rest of each rate that has a limit: `requests`, `tokens`."""
         buckets = {"requests": self.requests, "tokens": self.tokens}
         return {
             name: Allowance(

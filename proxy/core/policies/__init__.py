@@ -353,7 +353,7 @@ def make_policy(name: str, inputs: PolicyInputs) -> Policy:
     inputs = replace(inputs, settings=settings)
     policy = POLICIES[name](inputs) if name in POLICIES else made("policy", name, _MEMBERS, inputs)
     quantile, capacity = settings.kv_peak_quantile, inputs.rank_kv_tokens
-    # What binds early ignores memory: it queues in the engine.
+    # A policy that binds early ignores memory: requests queue in the engine.
     if quantile is None or capacity is None or policy.slots_beyond_batch is None:
         return policy
     from balanceroute.proxy.core.policies.within_peak import WithinPeak  # noqa: PLC0415

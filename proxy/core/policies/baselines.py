@@ -239,7 +239,7 @@ class ScoredRank:
 _MOST_STEPS = 8_192
 
 Charge = Callable[[BoundRequest, float | None], float]
-"""What a request costs its rank, given its expected output tokens; None if they are unknown."""
+"""The cost of a request on its rank, given its expected output tokens; None if they are unknown."""
 
 
 class LeastCharged:
@@ -249,7 +249,7 @@ class LeastCharged:
         charge: The charge of each bound request.
         predictor: Stands for the output length that a client of such a router states; None if the
             charge does not depend on it.
-        pressure: Returns float64[G], what each rank costs besides; None for nothing.
+        pressure: Returns float64[G], a further cost of each rank; None for none.
     """
 
     projection = None

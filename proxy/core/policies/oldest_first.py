@@ -1,4 +1,4 @@
-"""Requests in order: `fifo`, what a scheduler falls back on, and the base of the policies of `baselines.py`."""
+"""Requests in order: `fifo`, a scheduler's fallback, and the base of the policies of `baselines.py`."""
 
 from collections.abc import Callable
 

@@ -81,7 +81,7 @@ class Skill:
 
 
 class RankTrajectories:
-    """What each rank is expected to hold over a whole output."""
+    """The expected load of each rank over a whole output."""
 
     def __init__(self, projection: "Projection", curves: "Curves", slots: "Slots") -> None:
         self._projection = projection
@@ -109,7 +109,7 @@ class RankTrajectories:
         now = self._projection.now
         age = now - self._made_at
         due = free | (self._made_at < 0) | (age < 0) | (age >= self._slots.width)
-        # Within a step most ranks are as they were, but what would refill their slots is not.
+        # Within a step most ranks are as they were, but the candidates for their slots are not.
         stale = due & (self._projection.changed | (self._summed_at != now))
         if stale.any():
             self._sum(stale)
@@ -138,7 +138,7 @@ class RankTrajectories:
 _WINDOW = 64
 # The squared deviation that one pool's length of overtakings offsets, in those of an empty slot.
 _CREDIT = 3.0
-# Likewise: what a choice may cost for the tenant within its share.
+# Likewise: the most that a choice may cost for a tenant within its share.
 _SHARE_PRICE = 1 / 4
 # Up to which two costs count as equal, or two levels of ranks; relative where they are large. A sum in a
 # product of matrices is rounded in another way from row to row.
@@ -169,7 +169,7 @@ class OwnTrajectory:
         projection.on_leave = self._leave
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
-        """Admit what fits; some rank has a free slot."""
+        """Admit entries that fit; some rank has a free slot."""
         factor = self.slots.fit()
         if factor != 1.0:
             self._ranks.forget()
@@ -267,7 +267,7 @@ class _Round:
         self._full_levels = self._full @ WEIGHTS
         is_open = fleet.is_open
         self._all_speeds = float(self._speeds[is_open].sum())
-        # What a rank of speed 1 should hold.
+        # The target of a rank of speed 1.
         self._target = self._full[is_open].sum(axis=0) / self._all_speeds
         self._places = {entry.request: place for place, entry in enumerate(self._entries)}
         self._held_back = pool.held_back(_WINDOW)
@@ -280,7 +280,7 @@ class _Round:
                 self._admit(entry, self._emptiest(open_ranks))
 
     def fill(self) -> None:
-        """Serve the ranks in the order of what they miss until slots or entries run out."""
+        """Serve the ranks, the emptiest first, until slots or entries run out."""
         open_ranks = self._fleet.free_slots > 0
         while len(self._pool) and open_ranks.any():
             rank = self._emptiest(open_ranks)
@@ -296,7 +296,7 @@ class _Round:
         entries = self._entries
         if len(places) == 1:
             return entries[places[0]]
-        # What one slot of the rank should hold.
+        # The target of one slot of the rank.
         missing = self._target * self._speeds[rank] - self._full[rank] + self._mean
         deviation = self._believed[places] - missing
         late = np.array([entries[place].overtaken for place in places]) / len(self._pool)
@@ -344,6 +344,6 @@ class _Round:
 
 
 def _first_of_least(values: NDArray[np.float64]) -> int:
-    """Return the place of the first of the least values; what differs by rounding alone is equal."""
+    """Return the place of the first of the least values; values that differ by rounding are equal."""
     least = values.item(values.argmin())
     return int((values <= least + _ROUNDING * (1.0 + abs(least))).argmax())

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.projection import Outlook
 
 
-# The oldest entries of the pool, and what scores them as arrays.
+# The oldest entries of the pool, with the data for their scores as arrays.
 #
 # The ranks of one round choose from nearly the same entries: some leave, and as many move up. So
 # the arrays are made once and follow each admission, which costs less than to make them for every
@@ -59,7 +59,7 @@ _OVERTAKEN = attrgetter("overtaken")
 
 
 class Candidates(NamedTuple):
-    """What a rank chooses from, in order of the pool. Valid until the next admission."""
+    """The entries that a rank chooses from, in order of the pool. Valid until the next admission."""
 
     entries: list[PoolEntry]  # n entries, also such as have left.
     is_left: NDArray[np.bool_]  # bool[n], whether each still waits.
@@ -353,7 +353,7 @@ class _Scarce:
         return known[rank]
 
     def _choose(self, rank: int) -> list[PoolEntry]:
-        """Return what `rank`, which has a free slot, takes of its candidates; [] for nothing."""
+        """Return the candidates that `rank`, which has a free slot, takes; [] for none."""
         work = self._work
         candidates = self._candidates(rank)
         entries = candidates.entries

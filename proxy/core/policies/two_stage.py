@@ -164,7 +164,7 @@ def target_tokens(
 
     Args:
         is_open: bool[G]; at least one rank is.
-        coming: Prompt tokens of what takes the free slots.
+        coming: Prompt tokens of the entries that take the free slots.
         ahead: float64[G, H + 1], projected KV tokens of each rank.
         persistence: float64[H + 1], the share of an admitted token that remains h steps ahead.
     """
@@ -200,7 +200,7 @@ class Round:
     Args:
         projection: The projected loads; None for the present step only.
         fleet: The ranks; every admission is charged to it.
-        pool: What waits; an admitted entry leaves it.
+        pool: The waiting entries; an admitted one leaves it.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Round:
         self.fleet = fleet
         self.pool = pool
         self._projection = projection
-        # What was asked about entries together, and the place of each.
+        # The calls of the predictor, by entry, and the entry's place in its call.
         self._asked: dict[RequestId, tuple[_Asked, int]] = {}
         if projection is None:
             ahead = fleet.loads.astype(np.float64)[:, None]
@@ -242,7 +242,7 @@ class Round:
 
     @cached_property
     def credit_each(self) -> float:
-        """What an overtaking adds to the score of the entry that was overtaken."""
+        """The credit that an overtaking adds to the score of the overtaken entry."""
         # `patience` overtakings offset the penalty of one mean prompt beyond the margin. Linear, so
         # that the credit of a waiting entry exceeds any overflow at last.
         settings, pool = self.settings, self.pool
@@ -365,7 +365,7 @@ class _Asked:
 
     @cached_property
     def adds(self) -> NDArray[np.float64]:
-        """float64[n, H + 1], what each adds if it is admitted now.
+        """float64[n, H + 1], the tokens that each adds if it is admitted now.
 
         It is not needed where nothing waits after the one that is admitted.
         """
@@ -516,7 +516,7 @@ def fill_only_rank(fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment] | 
 
     Args:
         fleet: The ranks; at least one has a free slot.
-        pool: What waits.
+        pool: The waiting entries.
         now_ns: For deadlines: an entry that is late may have to go first, or not at all.
     """
     (ranks,) = fleet.free_slots.nonzero()
@@ -591,7 +591,7 @@ class TwoStage:
         return own.skill.share if own is not None and self._outputs_are_long else None
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
-        """Admit what fits. Paper: Algorithms 2 and 3."""
+        """Admit entries that fit. Paper: Algorithms 2 and 3."""
         self.next_decision_ns = None
         own = self.own_trajectory
         self._outputs_are_long = own is not None and own.slots.output_ratio >= _LEAST_RATIO

@@ -165,7 +165,7 @@ class PeakRoom:
         return room
 
     def admit(self, rank: int, entry: "PoolEntry") -> int:
-        """Add a request to a rank, and return what then still fits there."""
+        """Add a request to a rank, and return the KV tokens that then still fit there."""
         row = self._curves.row_of(entry.request)
         survival = self._curves.survival(np.array([row]), np.array([entry.age]), self._width)
         grown = entry.kv_tokens + entry.slots * self._width * _POINTS

@@ -1,4 +1,4 @@
-"""Prefiller budgets: which prefillers may take the next request, and what each one still holds.
+"""Prefiller budgets: which prefillers may take the next request, and how much each one still holds.
 
 A prefiller is charged a request's prompt tokens from the start of its prefill until the KV cache has
 left it: until the first decoded token, or a release. A **direct** request, which a prefiller answers
@@ -122,7 +122,7 @@ class PrefillInputs:
     rng: "random.Random"  # Seeded generator for the randomised ones.
     index_blocks: int = 1 << 20  # Blocks of prompts that are remembered of each prefiller.
     scores: ScoreSettings = ScoreSettings()  # For choices by a score.
-    # What the prefillers report of their caches; None if the proxy does not listen.
+    # The blocks that prefillers report; None if the proxy does not listen.
     engine_blocks: "EngineBlocks | None" = None
 
 

@@ -187,7 +187,7 @@ class LeastConn(Turns):
 
 
 def under_way(view: PrefillView, prefiller: PrefillerId) -> int:
-    """Return what a prefiller works on: prefills, and sequences of direct requests."""
+    """Return the number of a prefiller's prefills and sequences of direct requests."""
     return view.prefills[prefiller] + view.direct[prefiller]
 
 
@@ -295,7 +295,7 @@ class PrefixAware:
 
     Args:
         index_blocks: Blocks that are remembered of each prefiller.
-        engine_blocks: What prefillers report of their caches; None if the proxy does not listen.
+        engine_blocks: The blocks that prefillers report; None if the proxy does not listen.
     """
 
     def __init__(self, index_blocks: int, engine_blocks: EngineBlocks | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What each prefiller is expected to find in its prefix cache.
+"""The tokens of a prompt that each prefiller should find in its prefix cache.
 
 From the prompts that it was given, or from its own cache events if it sends any.
 """
@@ -176,21 +176,21 @@ class ReportedPrefixes:
         self._pending[prefiller].drop(oldest - 1)
 
 
-# A prefiller that found nothing of what it was given last so often in a row has lost its cache.
+# A prefiller that found nothing of its latest prompts so often in a row has lost its cache.
 _MISSES = 2
 # In place of a table: the prefiller reported it.
 _REPORTED = -1
 
 
 class Expected(NamedTuple):
-    """What a prefiller should find of a request."""
+    """The part of a prompt that a prefiller should find."""
 
     cached_tokens: int  # Tokens that it need not compute.
     table: int  # The table of its index that says so.
 
 
 class PrefixMemory:
-    """The indices of all prefillers, corrected by what engines report to have found.
+    """The indices of all prefillers, corrected by the cached tokens that engines report.
 
     Args:
         blocks: Blocks that are remembered of each prefiller.
@@ -264,10 +264,10 @@ class PrefixMemory:
             self._reported.begin(request.request, prefiller, request.ticket)
 
     def ended(self, request: RequestId, done: PrefillDone | None) -> None:
-        """Compare what was found with what was expected; None if the prefill was lost.
+        """Compare the found tokens with the expected ones; `done` is None if the prefill was lost.
 
         An engine drops the blocks first that were not used for longest. So one that finds less than
-        half has dropped what was given to it in that time, and before it.
+        half has dropped the prompts that it got in that time, and before it.
         """
         if self._reported is not None:
             self._reported.end(request)
@@ -283,7 +283,7 @@ class PrefixMemory:
         if expected.table < index.newest:
             index.drop(expected.table)
         elif done.cached_tokens == 0:
-            # Not at once: of two prompts of a batch the second may miss what the first computes.
+            # Not at once: of two prompts of a batch the second may miss the blocks of the first.
             self._misses[prefiller] += 1
             if self._misses[prefiller] >= _MISSES:
                 index.drop(index.newest)

@@ -1,4 +1,4 @@
-"""What each prefiller still has to compute, and how long it takes, as measured."""
+"""The work that each prefiller still has to do, and how long it takes, as measured."""
 
 from collections import defaultdict
 from math import exp
@@ -91,7 +91,7 @@ class PrefillWork:
 
         Args:
             request: The request; nothing happens if it has none.
-            computed_tokens: What was computed; None if it was lost.
+            computed_tokens: Those that it computed; None if it was lost.
         """
         prefiller = self._places.pop(request, None)
         if prefiller is None:
@@ -113,7 +113,7 @@ class PrefillWork:
 
     @property
     def token_ns(self) -> float:
-        """What a token takes, of all prefillers; 0 before the first prefill."""
+        """The time that a token adds on any prefiller, in ns; 0 before the first prefill."""
         return self._all.line[1]
 
     def service_ns(self, prefiller: PrefillerId, tokens: int) -> float:
