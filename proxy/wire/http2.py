@@ -44,7 +44,7 @@ from balanceroute.proxy.wire.turn_writes import TurnTransport
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
-# How far a client may be ahead of what was read, in one request and in all of a connection.
+# How many bytes of bodies a client may be ahead of the server, in one request and in all of a connection.
 _STREAM_BYTES, _CONNECTION_BYTES = 256 << 10, 1 << 20
 # Until the window of the connection was opened further.
 _FIRST_WINDOW = 65_535
@@ -161,7 +161,7 @@ class Http2ServerConnection(asyncio.Protocol):
         self._frames = Frames(streams, service.limits.header_limit_bytes)
         self._most = streams
         self._streams: dict[int, ServerStream] = {}
-        # Of each, what was written and not sent, and whether that is the end of the answer.
+        # Of each, its unsent bytes, and whether these end the answer.
         self._queues: dict[int, bytearray] = {}
         self._ended: set[int] = set()
         # Streams of which the client has more to send.
@@ -345,7 +345,7 @@ class Http2ServerConnection(asyncio.Protocol):
         self._soon()
 
     def refuse_rest(self, stream_id: int) -> None:
-        """See `StreamOwner`: what still comes is dropped, and the stream reset behind its answer."""
+        """See `StreamOwner`: it drops further bytes, and resets the stream behind its answer."""
 
     def reset(self, stream_id: int) -> None:
         """See `StreamOwner`."""
@@ -390,7 +390,7 @@ class Http2ServerConnection(asyncio.Protocol):
         self._write()
 
     def _send_frame(self, number: int) -> bool:
-        """Send what fits into one frame of a stream; return whether there was anything."""
+        """Send one frame of a stream; return whether there was anything to send."""
         queue, frames = self._queues[number], self._frames
         try:
             room = min(frames.local_flow_control_window(number), frames.max_outbound_frame_size)
@@ -445,11 +445,11 @@ class Http2ServerConnection(asyncio.Protocol):
 
     @property
     def _check_s(self) -> float:
-        """When streams are looked at next: their deadlines change with what they wait for."""
+        """When to look at the streams next: their deadlines change with what they wait for."""
         return self.service.loop.time() + self.service.limits.write_timeout_s / 4
 
     def gives_way(self, now_s: float) -> tuple[Loss, float] | None:
-        """See `Evictable`: as the most of what is lost with its streams."""
+        """See `Evictable`: by the largest loss among its streams."""
         if not self._is_there:
             return None
         if self._streams:
@@ -461,7 +461,7 @@ class Http2ServerConnection(asyncio.Protocol):
         return loss_of_head(self._idle_since_s, now_s, begun=True)
 
     def evict(self) -> bool:
-        """See `Evictable`: what did not come whole may be repeated."""
+        """See `Evictable`: the client may repeat requests that did not come whole."""
         if self.gives_way(self.service.loop.time()) is None:
             return False
         for number in self._streams:
@@ -470,7 +470,7 @@ class Http2ServerConnection(asyncio.Protocol):
         return True
 
     def end(self, idle_s: float) -> None:
-        """See `SweptConnection`: what comes later is refused, and may be repeated elsewhere."""
+        """See `SweptConnection`: it refuses later requests, which the client may repeat elsewhere."""
         del idle_s
         self._turn_away()
 
@@ -483,7 +483,7 @@ class Http2ServerConnection(asyncio.Protocol):
 
     def expire(self, now_s: float) -> None:
         if not self._is_there:
-            self._transport.abort()  # The client does not read what was to be its end.
+            self._transport.abort()  # The client does not read the end of its connection.
             return
         for stream in list(self._streams.values()):
             if stream.deadline_s <= now_s and stream.expire(now_s):
@@ -530,7 +530,7 @@ class Http2ServerConnection(asyncio.Protocol):
             self._close(lingers=lingers)
 
     def _close(self, *, lingers: bool = True) -> None:
-        """Close behind what was written. A client that does not read it is cut off.
+        """Close behind the written bytes. A client that does not read them is cut off.
 
         Args:
             lingers: Whether more may come, which is dropped: a socket that is closed with unread bytes sends

@@ -1,7 +1,7 @@
 """Messages and limits of HTTP, and how an exchange can fail.
 
 BalanceRouteError
-├── WireError            an exchange with an engine that failed; has what is known about it
+├── WireError            an exchange with an engine that failed; has the facts about it
 ├── MalformedError       bytes that violate HTTP/1.1; has the status that a server answers
 └── UnsafeHeaderError    a header that must not be written; nothing was sent
 """
@@ -95,7 +95,7 @@ class ServerLimits:
     each may end that much later.
     """
 
-    # None is no limit here. What `ConnectionLimit` does without a number for one address, 0 leaves out.
+    # None is no limit here. 0 also turns off the default rule of `ConnectionLimit` for one address.
     connection_limit: int | None = integer(
         None,
         "connections of clients; beyond it those without a complete request are closed for newcomers, "
@@ -277,7 +277,7 @@ class Caller(Protocol):
         """
 
     def close(self) -> None:
-        """Close what is idle; the rest closes with its exchange."""
+        """Close idle connections; the rest closes with its exchange."""
 
 
 # The bytes of request bodies that one server holds: received so far, or not answered yet.
@@ -309,7 +309,7 @@ class BodyBudget:
 # The answer to one request, as the application writes it, independent of the protocol.
 
 Late = Callable[[int, bytes], bytes]
-"""Returns what a whole answer is in a stream that has begun, by its status and its body."""
+"""Returns the form of a whole answer in a stream that has begun, given its status and its body."""
 
 
 class Reply(Protocol):
@@ -365,7 +365,7 @@ class Reply(Protocol):
 
         Args:
             headers: Of the stream, with status 200; `start` drops its own in their place.
-            late: Says what the stream ends with, broken off, in place of a whole answer.
+            late: Returns the bytes that end the stream, broken off, in place of a whole answer.
 
         Raises:
             UnsafeHeaderError: A header cannot be written; nothing was sent.
@@ -378,7 +378,7 @@ class Reply(Protocol):
         """End a streamed answer."""
 
     def abort(self) -> None:
-        """End so that the client sees an incomplete answer; what was written is still sent."""
+        """End so that the client sees an incomplete answer; written bytes are still sent."""
 
 
 Application = Callable[[HttpRequest, Reply], None]

@@ -56,7 +56,7 @@ class EventScanner:
         return events
 
     def rest(self) -> bytes:
-        """Return what stands behind the last event, with the line ends that make it one; empty if nothing does."""
+        """Return the bytes behind the last event, with the line ends that make them one; empty if there are none."""
         tail = bytes(self.tail)
         if not tail:
             return b""
@@ -101,7 +101,7 @@ class EventScanner:
 
 
 def whole_events(data: bytes) -> list[bytes]:
-    """Return the events of what ends with one, so that a CR at its end is no half of a CRLF."""
+    """Return the events of bytes that end with one, so that a CR at the end is no half of a CRLF."""
     scanner = EventScanner()
     return scanner.feed(data) + scanner.end()
 

@@ -37,7 +37,7 @@ from balanceroute.proxy.wire.turn_writes import WriteProgress
 # The heads of messages, as the heads of HTTP/1.1's that mean the same (RFC 9114 section 4, RFC 9113
 # section 8).
 
-# What each field counts for beside its bytes (RFC 9114 section 4.2.2, RFC 9113 section 6.5.2).
+# The size of each field beside its bytes (RFC 9114 section 4.2.2, RFC 9113 section 6.5.2).
 _FIELD_BYTES = 32
 _TARGET = re.compile(rb"/[\x21\x22\x24-\x7e]*+")
 _SCHEMES = frozenset({b"https", b"http"})
@@ -155,7 +155,7 @@ class ReplyStream(AnyTransport, Protocol):
         """Send a part of the body."""
 
     def cut(self, *, flush: bool) -> None:
-        """Reset the stream, once what was written has arrived if `flush`."""
+        """Reset the stream; with `flush` once the written bytes have arrived."""
 
 
 class StreamReply(ReplyState[ReplyStream]):
@@ -213,7 +213,7 @@ _CONTINUE: Headers = [(b":status", b"100")]
 
 
 class StreamOwner(Protocol):
-    service: Service  # What all connections share.
+    service: Service  # Shared by all connections.
     peer: str  # The client's address and port.
     rejection: Rejection | None  # Why no request of the connection is served; None if they are.
 
@@ -271,7 +271,7 @@ class ServerStream:
         service = owner.service
         self.number = number
         self.paused = False
-        self.cut_when_sent = False  # Reset once what was written has arrived.
+        self.cut_when_sent = False  # Reset once the written bytes have arrived.
         self._owner = owner
         self._stage = _Stage.HEAD
         self._head: RequestHead | None = None

@@ -51,7 +51,7 @@ class Borrower(Protocol):
 
     @property
     def waiting(self) -> int:
-        """Bytes that the socket has not taken of what was written so."""
+        """Bytes written so that the socket has not taken."""
 
     def stop(self) -> None:
         """Leave it at once, and say so by `TurnTransport.returned`."""
@@ -69,7 +69,7 @@ class TurnTransport:
         self._turn = turn
         self._waiting = turn.waiting
         self._borrower: Borrower | None = None
-        self.pending = b""  # What waits.
+        self.pending = b""  # Bytes that wait.
 
     def lend(self, borrower: Borrower) -> int:
         """Lend the socket to `borrower` until `reclaim`; return its descriptor, -1 if that is impossible.
@@ -87,7 +87,7 @@ class TurnTransport:
         return number
 
     def returned(self, unsent: bytes) -> None:
-        """Take it back, with what was to be sent before anything else."""
+        """Take the socket back, with bytes to send before all others."""
         self._borrower = None
         self.send = self._transport.write
         if unsent and not self.is_closing():
@@ -125,14 +125,14 @@ class TurnTransport:
                 self._turn.flush()
 
     def write_pieces(self, pieces: list[bytes | memoryview]) -> None:
-        """Send what is large, behind what waits: at once, and without copying it together."""
+        """Send large data, behind waiting bytes: at once, and without copying it together."""
         self.flush()
         self.reclaim()
         if not self._transport.is_closing():
             self._transport.writelines(pieces)
 
     def write_at_once(self, data: bytes) -> None:
-        """Send data, behind what waits, without waiting for the end of the turn."""
+        """Send data, behind waiting bytes, without waiting for the end of the turn."""
         if self.pending:
             self.flush()
         if not self.is_closing():

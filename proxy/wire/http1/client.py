@@ -161,7 +161,7 @@ class Endpoint:
     the handler gets STALE, and the next request that connection; else the engine is gone, and it gets
     RESET. To make that rare, a connection is reused only if the kernel has received no end of it, and only
     within `idle_timeout_s`; and after two such losses in a row none is reused for a minute: some engines, or
-    what stands before them, end a connection whenever a second request comes.
+    proxies before them, end a connection whenever a second request comes.
 
     Args:
         loop: By default the running one.
@@ -593,8 +593,8 @@ async def fetch(
         call.abort()
         if room is not None:
             room.release(collector)
-        # The call refers to the collector, and an error to this frame. What is left in a cycle waits for
-        # the garbage collector, which counts objects and not the bytes of their pages.
+        # The call refers to the collector, and an error to this frame. A cycle would wait for the garbage
+        # collector, which counts objects and not the bytes of their pages.
         del collector.call, collector, call, result
     # Outside of the handler: a timeout refers to the task, which may keep this error.
     message = f"no complete response from {endpoint.name} within {timeout_s} s"

@@ -1,7 +1,7 @@
-"""The head of a message: its grammar (RFC 9112 §2-6), and what it says about the body.
+"""The head of a message: its grammar (RFC 9112 §2-6), and the framing of the body.
 
-One pattern per kind of head is the grammar. What it does not match is rejected; there is no lenient
-path. It costs about as much as llhttp (2.6 against 2.1 µs for ten headers, without the checks that
+One pattern per kind of head is the grammar. The parser rejects other heads; there is no lenient path. It
+costs about as much as llhttp (2.6 against 2.1 µs for ten headers, without the checks that
 llhttp lacks). The tests check that it accepts only what llhttp accepts, with the same result. (One empty
 line before a request is no part of its head. It is skipped, as by llhttp; h11 refuses it.)
 """
@@ -63,7 +63,7 @@ class RequestHead(Struct, frozen=True):
     chunked: bool
     keep_alive: bool  # The client may reuse the connection.
     expects_continue: bool  # The client waits for a 100 before it sends the body.
-    # What the application has worked out of it, except of the length of its body.
+    # The facts that the application has derived from it, but for the length of its body.
     learned: Learned = field(default_factory=Learned)
 
 
@@ -249,7 +249,7 @@ def _split(fields: bytes) -> tuple[Headers, dict[bytes, list[bytes]]]:
     headers: Headers = []
     read: dict[bytes, list[bytes]] = {}
     lines = fields.split(b"\r\n")
-    lines.pop()  # What follows the last CRLF: nothing.
+    lines.pop()  # Nothing follows the last CRLF.
     for line in lines:
         name, _, value = line.partition(b":")
         name = name.lower()

@@ -48,7 +48,7 @@ class IncomingBody:
         self._buffer = BytesIO()
 
     def feed(self, data: bytes) -> bytes | None:
-        """Add the next bytes; return what follows the body once it is complete, None before.
+        """Add the next bytes; return the bytes behind the body once it is complete, None before.
 
         Raises:
             MalformedError: The framing is invalid, or the body is too large.
@@ -268,7 +268,7 @@ class IncomingRequest:
         return self._body.take()
 
     def charge_waiting(self) -> bool:
-        """Charge what waits unparsed to the budget of bodies, less what any head may have.
+        """Charge unparsed bytes to the budget of bodies, less the largest head.
 
         Returns:
             Whether it fits; else it is dropped.
@@ -290,7 +290,7 @@ class IncomingRequest:
 
     @property
     def body_due_s(self) -> float:
-        """When what has arrived of the body is due, at `ServerLimits.body_bytes_per_s`."""
+        """When the received part of the body is due, at `ServerLimits.body_bytes_per_s`."""
         return self._body_since_s + self._body.size / self._limits.body_bytes_per_s
 
     @property

@@ -117,7 +117,7 @@ class EventForm(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What passed while a stream was away."""
+    """The events that passed while a stream was away."""
 
     events: int  # Their number.
     tokens: int  # Those of the stream so far, its earlier ones included.
@@ -204,7 +204,7 @@ class Lent:
 
 
 class Pump:
-    """The library at work: threads that move what was lent to them.
+    """The library at work: threads that move the events of lent streams.
 
     Args:
         slots: Streams that may be away at the same time, each of which has two descriptors more.
@@ -371,7 +371,7 @@ class Pump:
         finally:  # Whatever fails: the slot is another stream's soon.
             lent.connection.returned()
             lent.carrier.returned(b"" if is_lost else unsent)
-        if is_lost:  # It cannot be written to, or a part of what it should have is missing.
+        if is_lost:  # It cannot be written to, or lacks bytes.
             lent.carrier.abort()
         return left
 

@@ -159,7 +159,7 @@ class Listener:
         """Accept at a place: `host` and `port`, or a `sock` that is bound. Raises OSError."""
         server = await self._listen(**place)
         self._servers.append(server)
-        if not server.sockets:  # The loop leaves out what the machine does not have.
+        if not server.sockets:  # The loop leaves out addresses that the machine does not have.
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
 
     @property
@@ -168,7 +168,7 @@ class Listener:
         return [one for server in self._servers for one in server.sockets]
 
     def keep_spares(self) -> None:
-        """Open what `pause` leaves open: then there may be no descriptor for it. Raises OSError."""
+        """Open the sockets that `pause` leaves open: later there may be no descriptor. Raises OSError."""
         if not self._spares:
             self._spares += [socket.socket(fileno=os.dup(one.fileno())) for one in self.sockets]
 
@@ -316,7 +316,7 @@ class Server:
         return Listener(partial(service.loop.create_server, make, backlog=backlog))
 
     def keep_spares(self) -> None:
-        """Get what `pause` needs. Raises OSError: there is no file descriptor for it."""
+        """Get the descriptors that `pause` needs. Raises OSError: there is none."""
         for listener in self._listeners:
             listener.keep_spares()
 
@@ -337,7 +337,7 @@ class Server:
 
     @property
     def service(self) -> Service:
-        """What its connections share, for those of another transport too."""
+        """The state that its connections share, with those of another transport too."""
         assert self._service is not None, "not started"
         return self._service
 

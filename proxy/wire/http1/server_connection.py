@@ -1,14 +1,15 @@
 """One client connection: requests in, answers out, in order and one at a time.
 
 Rules:
-1. A request reaches the application complete or not at all. If the head alone rules it out, it is
-   rejected before the body is read.
-2. One request is in flight. What a client pipelines behind it, or behind answers that it does not read,
-   waits unparsed, up to a limit; above it the connection is not read. (A client that leaves then is
-   only noticed when a write fails.) One read may bring more than the limit. That is charged to the
-   budget of bodies; what does not fit there is dropped, and the connection ends with its present answer.
-3. A rejection ends the connection. What the client still sends is read and dropped for a short time:
-   if a socket is closed with unread bytes, the kernel sends a reset, which can overtake the answer.
+1. A request reaches the application complete or not at all. If the head alone rules it out, the server
+   rejects it before it reads the body.
+2. One request is in flight. Requests that a client pipelines behind it, or behind answers that it does not
+   read, wait unparsed, up to a limit; above it the server does not read the connection. (It then notices a
+   client that leaves only when a write fails.) One read may bring more than the limit. The server charges
+   that to the budget of bodies; bytes beyond the budget are dropped, and the connection ends with its
+   present answer.
+3. A rejection ends the connection. The server reads and drops further bytes for a short time: if a socket
+   is closed with unread bytes, the kernel sends a reset, which can overtake the answer.
 4. No timer and no task per connection: the server's sweep checks `deadline_s`.
 """
 
@@ -60,7 +61,7 @@ class ReplyTransport(AnyTransport, Protocol):
 
     @property
     def carrier(self) -> TurnTransport:
-        """What its bytes go to."""
+        """The transport that takes its bytes."""
 
     def answered(self) -> None:
         """Continue with the next request, or close."""
@@ -121,7 +122,7 @@ class Http1Reply(ReplyState[ReplyTransport]):
 
     @property
     def carrier(self) -> TurnTransport | None:
-        """What takes the chunks of its body at present; None if it has none, or takes no more."""
+        """The receiver of its body's chunks at present; None if it has none, or takes no more."""
         return None if self.closed or not self._chunked or self.paused else self._transport.carrier
 
     def write(self, data: bytes) -> None:
@@ -166,7 +167,7 @@ class Http1Reply(ReplyState[ReplyTransport]):
 _LOG = logging.getLogger(__name__)
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# Bounds what an attacker can hold; a usual client closes as soon as it has read its answer.
+# Bounds how long an attacker can hold it; a usual client closes as soon as it has read its answer.
 _LINGER_S = 2.0
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 

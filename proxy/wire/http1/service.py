@@ -1,4 +1,4 @@
-"""What the connections of one server share, and the sweep that enforces their deadlines."""
+"""The shared state of one server's connections, and the sweep that enforces their deadlines."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ from balanceroute.proxy.wire.messages import (
 )
 from balanceroute.proxy.wire.turn_writes import WriteProgress, WriteTurn
 
-# The limit of a server's connections, and what happens to new ones above it.
+# The limit of a server's connections, and the fate of new ones above it.
 #
 # Rules:
 # 1. A new connection takes the place of one that has no request with the application, or none that is
@@ -49,7 +49,7 @@ _PEER_FULL = Rejection(429, "too many connections from this address", _RETRY_AFT
 GAVE_WAY = Rejection(503, "too many connections, and the request's body is late", _RETRY_AFTER)
 """The answer to a request whose connection another one replaces."""
 NEW_S = 1.0
-"""For so long what a client sends may be on its way."""
+"""For so long a client's bytes may be on their way."""
 _SILENT_S = 0.01
 _MOST_REJECTED = 256
 _SHARE = 4
@@ -62,7 +62,7 @@ _LOG_INTERVAL_S = 60.0
 
 
 class Loss(IntEnum):
-    """What is lost with a connection that another one replaces, from nothing on."""
+    """The loss with a connection that another one replaces, the least first."""
 
     NOTHING = 0
     """It has had its last answer for `NEW_S`, and is read to its end."""
@@ -73,7 +73,7 @@ class Loss(IntEnum):
     LATE_BODY = 3
     """A request whose body is `NEW_S` behind the rate at which one is to arrive."""
     NEW = 4
-    """A head or a body that is not so late: what is missing may be on its way. Unless an address has them
+    """A head or a body that is not so late: the rest may be on its way. Unless an address has them
     in a quarter of all places: then they are LATE_HEAD."""
     UNREAD = 5
     """An answer that the client has not read yet; see `ServerLimits.unread_gives_way`."""
@@ -100,7 +100,7 @@ class Evictable(Protocol):
     """A connection that the limit may close."""
 
     def gives_way(self, now_s: float) -> tuple[Loss, float] | None:
-        """Return what is lost if it is closed, and since when that counts; None if it is at work."""
+        """Return the loss if it is closed, and since when that counts; None if it is at work."""
 
     def evict(self) -> bool:
         """Close if it gives way; return whether it was closed."""
@@ -369,9 +369,9 @@ class Service:
             connection.placed(is_served=is_served)
 
     def after_reads(self, callback: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Call back once the loop has read what has arrived by now."""
-        # The loop looks for what has arrived between two turns of what is called soon. A new connection is
-        # one turn late: the loop begins to read when the protocol knows of it.
+        """Call back once the loop has read all bytes that have arrived by now."""
+        # The loop polls its sockets between two turns of its ready callbacks. A new connection is one turn
+        # late: the loop begins to read when the protocol knows of it.
         self.loop.call_soon(self.loop.call_soon, callback, *args)
 
     def shed(self) -> None:
@@ -414,7 +414,7 @@ class Service:
         Args:
             rejection: Why it is not served.
             head: Its head if it could be parsed.
-            received: What has come of a head that could not be.
+            received: The bytes of a head that could not be parsed.
         """
         headers, body = self.refuse(rejection, head, peer)
         read = _origin_of(received) if head is None else head.headers
@@ -433,8 +433,8 @@ class Service:
 
     def _sweep(self) -> None:
         now_s = self.loop.time()
-        # After a standstill of this process what clients sent meanwhile is read behind the timers, so nothing
-        # is overdue yet. Not twice in a row: a loop may be late for ever.
+        # After a standstill of this process the loop reads clients' bytes behind the timers, so no deadline
+        # counts yet. Not twice in a row: a loop may be late for ever.
         self._woke = now_s - self._due_s > self._sweep_s and not self._woke
         self._plan_sweep()
         if self._woke:

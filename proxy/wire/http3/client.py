@@ -278,7 +278,7 @@ class _Connection(asyncio.DatagramProtocol):
                 self.usable = True
                 if not self.ready.done():
                     self.ready.set_result(None)
-            # Of an answer that was given up more may be on its way: what it continues is forgotten.
+            # More of an answer that was given up may be on its way: its call is forgotten.
             case StreamDataReceived() if not (
                 stream_is_unidirectional(event.stream_id) or event.stream_id in self._calls
             ):

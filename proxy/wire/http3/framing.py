@@ -15,7 +15,7 @@ from aioquic.h3.connection import (
 from aioquic.h3.events import H3Event
 from aioquic.quic.connection import QuicConnection
 
-# What either side's QPACK encoder may make the other one keep.
+# The state that either side's QPACK encoder may make the other one keep.
 _TABLE_BYTES = 4096
 
 

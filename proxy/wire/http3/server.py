@@ -46,7 +46,7 @@ _WHOLE = frozenset({FrameType.SETTINGS, FrameType.MAX_PUSH_ID, _PRIORITY_UPDATE}
 
 
 class ControlError(BalanceRouteError):
-    """What ends a connection, with HTTP/3's code for it."""
+    """A fault that ends a connection, with HTTP/3's code for it."""
 
     def __init__(self, code: ErrorCode, reason: str) -> None:
         super().__init__(reason)
@@ -65,7 +65,7 @@ class ControlFrames:
         self._skip = 0
 
     def feed(self, event: StreamDataReceived) -> list[tuple[int, bytes]]:
-        """Take what came on a stream; return the streams and the values of new priorities.
+        """Read the bytes of a stream; return the streams and the values of new priorities.
 
         Raises:
             ControlError: A frame is too long or malformed.
@@ -184,7 +184,7 @@ _CANCELLED_BURST, _CANCELLED_PER_S = 400, 50.0
 
 
 class OrderCounts:
-    """What the order of streams came to, of all connections. Counters are since start.
+    """The effect of the order of streams, over all connections. Counters are since start.
 
     Attributes:
         requests: By the level of the request: `raised`, `usual` or `lowered`.
@@ -239,7 +239,7 @@ class Http3ServerConnection:
         self._leaving: tuple[ErrorCode, str] | None = None  # With which it closes, without a place.
         self._last_s = 0.0  # Until when one more request is waited for then.
         self._is_counted = self._is_served = False
-        self._early: list[QuicEvent] | None = None  # What came before it had a place.
+        self._early: list[QuicEvent] | None = None  # Those that came before it had a place.
         self._idle_since_s = service.loop.time()
 
     # What happens.
@@ -418,11 +418,11 @@ class Http3ServerConnection:
 
     @property
     def _check_s(self) -> float:
-        """How often streams are looked at: their deadlines change with what they wait for."""
+        """How often to look at the streams: their deadlines change with what they wait for."""
         return self.service.limits.write_timeout_s / 4
 
     def gives_way(self, now_s: float) -> tuple[Loss, float] | None:
-        """See `Evictable`: as the most of what is lost with its streams."""
+        """See `Evictable`: by the largest loss among its streams."""
         if not self._is_counted:
             return None
         if self._streams:
@@ -534,8 +534,8 @@ class Http3ServerConnection:
     def _leave(self, code: ErrorCode, reason: str) -> None:
         """Give the place up at once, and close once the client knows which requests it may repeat.
 
-        It may repeat what was not begun (RFC 9114 sections 4.1.1 and 5.2): streams whose request has not
-        come whole, and all behind the last one that has.
+        It may repeat requests that have not begun (RFC 9114 sections 4.1.1 and 5.2): those that have not come
+        whole, and all behind the last one that has.
         """
         begun = self._numbers.end
         while begun and (begun - 4 in self._streams or self._numbers.is_to_come(begun - 4)):

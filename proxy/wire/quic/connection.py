@@ -220,17 +220,17 @@ _LATE_S = 1e-6
 
 
 class Datagrams(Protocol):
-    """What datagrams are sent over."""
+    """Sends datagrams."""
 
     def sendto(self, data: bytes, addr: NetworkAddress | None = None) -> None:
         """Send one."""
 
 
 class Carried(Protocol):
-    """What a connection is for."""
+    """The user of a connection."""
 
     def on_event(self, event: QuicEvent) -> None:
-        """Take what happened."""
+        """Handle an event."""
 
     def on_progress(self) -> None:
         """Note that something was sent or acknowledged."""
@@ -265,7 +265,7 @@ class Carrier:
         self.send_soon()
 
     def send_soon(self) -> None:
-        """Send what waits, at the end of the loop's turn."""
+        """Send waiting data, at the end of the loop's turn."""
         if self._sending is None and not self._stopped:
             self._sending = self._loop.call_soon(self._send)
 

@@ -44,14 +44,14 @@ _LONG_HEADER = 0x80
 _MOST_HANDSHAKES = 8
 
 Make = Callable[[Carrier, NetworkAddress], Carried]
-"""Returns what a new client's connection is for, by its address."""
+"""Returns the user of a new client's connection, given its address."""
 
 
 class QuicEndpoint(asyncio.DatagramProtocol):
     """The server's side of one UDP socket.
 
     Args:
-        configuration: Returns what the next connection is to have.
+        configuration: Returns that of the next connection.
         accepts: Whether newcomers are taken now.
         order: In which the streams of a connection are sent; see `STREAM_ORDERS`.
         streams: How many of them a client may have open.
@@ -97,7 +97,7 @@ class QuicEndpoint(asyncio.DatagramProtocol):
         return len(self._handshakes)
 
     def close(self) -> None:
-        """Forget every connection; send what waits, such as that it is closed."""
+        """Forget every connection; send waiting data, such as its close."""
         for timer in self._handshakes.values():
             timer.cancel()
         self._handshakes.clear()
@@ -204,7 +204,7 @@ class QuicEndpoint(asyncio.DatagramProtocol):
     # Called by the connections.
 
     def issued(self, client: "_Client", one: bytes) -> None:
-        """Give what comes for an id to a client's connection."""
+        """Route the datagrams of an id to a client's connection."""
         client.ids.add(one)
         self._carriers[one] = client
 
@@ -244,7 +244,7 @@ class QuicEndpoint(asyncio.DatagramProtocol):
 
 
 class _Client:
-    """A connection of a client: what it is for, where it came from, and the ids that it goes by."""
+    """A connection of a client: its user, its address, and its ids."""
 
     inner: Carried
 
