@@ -1,4 +1,4 @@
-"""The hooks: what of vLLM's V1 engine core is wrapped to see every step.
+"""The hooks: wrappers around methods of vLLM's V1 engine core that see every step.
 
     EngineCoreProc._process_engine_step   on the class, to hook each engine at its first step
     scheduler.schedule                    on that engine's own scheduler: a step starts
@@ -171,7 +171,7 @@ class StepTrace:
     """The trace of one engine: its hooks and its file."""
 
     def __init__(self, engine: Any, clock: Callable[[], int]) -> None:
-        """Check that an engine has what the hooks need, without a change to it.
+        """Check that an engine has all that the hooks need, without a change to it.
 
         Raises:
             UnsupportedEngineError: It lacks something.

@@ -1,4 +1,4 @@
-"""What drivers report to a predictor, besides asking it: the contract between them.
+"""The contract between a predictor and its drivers, which report to it and ask it.
 
 The core only asks (`balanceroute.proxy.core.prediction.Predictor`); the driver of the core reports the
 begin and the end of every request to the predictor. No report lies in the future of a question: features
@@ -25,7 +25,7 @@ class RequestFeatures(Struct, frozen=True):
     prompt_tokens: int  # Length of its prompt.
     # The most tokens that each of its sequences may emit, below 2**31; None if there is no bound.
     max_tokens: int | None = None
-    # What recurring requests have in common, as 64-bit hashes, the most specific first: the whole
+    # The properties that recurring requests share, as 64-bit hashes, the most specific first: the whole
     # request, then ever shorter beginnings of its prompt. Empty if unknown.
     keys: tuple[int, ...] = ()
     # What the client expects each sequence to emit; None if it does not say.
@@ -34,11 +34,11 @@ class RequestFeatures(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PastRequest:
-    """A request that ran to its own end: what predictors are trained and judged on."""
+    """A request that ran to its own end: the unit of training and evaluation."""
 
     arrival_s: float  # When it came, in seconds of any one clock.
     finished_s: float  # When it ended, of the same clock: only then is its length known.
-    features: RequestFeatures  # What was known of it before.
+    features: RequestFeatures  # Known before it decoded.
     output_tokens: int  # Tokens that each of its sequences emitted, at least 1.
 
 
@@ -82,7 +82,7 @@ class NoPrediction:
         """Nothing was noted."""
 
 
-# The oracle: knows every output length. Replay only; it bounds what a predictor can bring.
+# The oracle: knows every output length. Replay only; it bounds the gain of any predictor.
 
 
 class Oracle:
@@ -113,7 +113,7 @@ class Oracle:
         """Nothing was noted."""
 
 
-# A request's own bound on its output, applied to what another predictor says of it.
+# A request's own bound on its output, applied to another predictor's answer.
 
 
 class Capped:
@@ -194,7 +194,7 @@ _MEMBERS = ("survival", "begin", "observe", "forget")
 
 
 def outside_predictor(name: str) -> Predictor:
-    """Return what `module:function` makes.
+    """Return the predictor that `module:function` makes.
 
     Raises:
         ConfigError: There is no such function, or it makes no predictor.
@@ -225,7 +225,7 @@ class Checked:
         """Return its answer.
 
         Raises:
-            PredictorError: It fails, or answers what cannot be used.
+            PredictorError: It fails, or its answer is unusable.
         """
 
         def answer() -> NDArray[np.float64]:

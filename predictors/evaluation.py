@@ -52,7 +52,7 @@ def jackknife_error(
     return float(np.sqrt(spread * (len(blocks) - 1) / len(blocks)))
 
 
-# The past as questions: what a predictor would have been asked, and when.
+# The past as questions: those to a predictor, and their times.
 #
 # The evaluation reports to the predictor when a request begins and ends, and asks about it each time it
 # has emitted `age_step` more tokens, as a proxy would do. Each question is one row: did the request end
@@ -65,7 +65,7 @@ def jackknife_error(
 
 # Above the numbers of any requests that a predictor may have met before.
 _FIRST_REQUEST = 1 << 48
-# What a slice holds, in this order.
+# The contents of a slice, in this order.
 _BEGIN, _ASK, _END = range(3)
 
 
@@ -108,11 +108,11 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a predictor says to each row; see `two_stage_estimate` and `composite_steps`."""
+    """A predictor's answers to each row; see `two_stage_estimate` and `composite_steps`."""
 
     # float64[n], the chance that the request ends within the horizon.
     p_finish: NDArray[np.float64]
-    # float64[n], the mean of what remains if it does, in steps.
+    # float64[n], the mean remaining steps if it does.
     mean_remaining: NDArray[np.float64]
     composite: NDArray[np.int64]  # int64[n], the gated composite estimate; H means that it stays.
 
@@ -215,7 +215,7 @@ class Replay:
         return answers
 
     def _ask_batch(self, predictor: Predictor, batch: slice, answers: Answers) -> None:
-        """Ask some rows that follow each other, and fill in what is answered."""
+        """Ask some rows that follow each other, and fill in the answers."""
         rows, steps = self.rows, self.rows.horizon_steps
         requests = [RequestId(_FIRST_REQUEST + one) for one in rows.request[batch].tolist()]
         survival = predictor.survival(requests, rows.age[batch].copy(), steps)
@@ -239,7 +239,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What happens in which slice: int64[events], float64[events] for the times."""
+    """The slice and the time of each event: int64[events], float64[events]."""
 
     slices: NDArray[np.int64]
     kinds: NDArray[np.int64]
@@ -247,7 +247,7 @@ class _Order:
     places: NDArray[np.int64]
 
     def groups(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield what is of one kind in one slice, in the order of its times."""
+        """Yield the events of one kind in one slice, in order of time."""
         order = np.lexsort((self.places, self.times, self.kinds, self.slices))
         kinds, slices = self.kinds[order], self.slices[order]
         starts = np.flatnonzero(np.diff(3 * slices + kinds, prepend=-1))
@@ -281,7 +281,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class PredictorJudgement:
-    answers: Answers  # What it said.
+    answers: Answers
     scores: Scores  # How good that was.
     gains: dict[str, Gain]  # By how much it is better than the baseline, of the names in `GAINS`.
 

@@ -31,7 +31,7 @@ from balanceroute.predictors.survival import LengthBuckets, Survival, shrunk
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 
-# The latest outputs of recurring keys: a bounded table that drops what was not used for longest.
+# The latest outputs of recurring keys: a bounded table that drops the least recently used.
 #
 # Each key has a ring of its last `depth` outputs. A slot is a row of the table; slot 0 stands for
 # "no such key" and stays empty. Zeros mark the free places of a ring, so that they count as no
@@ -182,7 +182,7 @@ class KeyRecordTable:
         places: int,
         offsets: NDArray[np.float32],
     ) -> NDArray[np.float64]:
-        """Return what `counts` does, of the first places of each ring."""
+        """Return the result of `counts` for the first places of each ring."""
         # Bins from the right: the sums then run over the points that are longer. Half a bin more,
         # so that cutting off the fraction rounds to the nearest.
         bins = (ages + (steps + 1.5)).astype(np.float32)[:, None] - self._outputs[slots, :places]
@@ -268,7 +268,7 @@ _MAX_PROMPT_TOKENS = 2**40
 _MORE_OUTPUTS = 2
 # A key that is trusted less than this is not used at all; see `KeyRecordTable.trust`.
 _LEAST_TRUST = 0.1
-# Requests predicted at a time: what is made in between stays in the caches.
+# Requests predicted at a time: the intermediate arrays stay in the caches.
 _BLOCK = 256
 # How far an output lies from the one before, in ranks: two drawn alike differ by a third. An average of
 # about so many.
@@ -373,7 +373,7 @@ class ExactMatch:
             self._free.append(row)
 
     def state(self) -> State:
-        """Return what was learned, and nothing of active requests."""
+        """Return the learned counts, and nothing of active requests."""
         records, history = self._table.records(), self._lengths.history()
         return State(
             KIND,

@@ -46,7 +46,7 @@ class PredictorFileError(BalanceRouteError):
 
 
 def save(path: str | PathLike[str], predictor: Savable) -> None:
-    """Write what a predictor has learned, whole or not at all.
+    """Write a predictor's state, whole or not at all.
 
     Args:
         path: The document to create or replace; the texts go into the same folder.
@@ -76,7 +76,7 @@ def write_state(path: str | PathLike[str], state: State) -> list[Path]:
             if not text.exists():
                 written.append(text)
             _replace(text, content)
-        # The document must not outlast what it names.
+        # The document must not outlast the files that it names.
         _sync_folder(path)
         _replace(path, document)
     except OSError as error:

@@ -118,7 +118,7 @@ def read_trees(text: str, feature_names: Sequence[str]) -> "Booster":
     """Return the trees that a text describes.
 
     Args:
-        text: What `write_trees` or `Booster.model_to_string` returned.
+        text: From `write_trees` or `Booster.model_to_string`.
         feature_names: Of the columns that the trees must be made for.
 
     Raises:
@@ -309,7 +309,7 @@ class Gbdt:
             del self._known[request]
 
     def state(self) -> State:
-        """Return what has ended, and the trees in LightGBM's own format."""
+        """Return the features' state, and the trees in LightGBM's own format."""
         fields = self._features.fields() | {"feature_names": list(NAMES)}
         texts = {"finish": write_trees(self._finish), "remaining": write_trees(self._remaining)}
         return State(KIND, fields, texts)
@@ -381,7 +381,7 @@ def _survival(
         horizon_steps: H.
         log_odds: float64[n], of finishing within H steps.
         mean: float64[n], steps left of those that do, in 1..H.
-        marginal_log_odds: float64[n], what the marginal says instead.
+        marginal_log_odds: float64[n], the marginal's answer instead.
     """
     horizon = horizon_steps
     ended = running[:, :1] - running[:, 1 : horizon + 1]

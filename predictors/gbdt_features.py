@@ -128,7 +128,7 @@ _DEPTH = 32
 _GROUPS = 20_000
 # Prompts whose lengths differ by less than a tenth or so are alike.
 _BUCKETS_PER_DOUBLING = 8
-# What the marginal says counts as much as so many kin.
+# The marginal's answer counts as much as so many kin.
 _PRIOR_KIN = 2.0
 # Prompts of about the same length, of the same length, with the same most specific known key, and
 # with the same known key that is next to it.
@@ -374,7 +374,7 @@ class _Kin:
 
     @classmethod
     def from_state(cls, state: State, name: str, *, least: int, most: int) -> Self:
-        """Return what `fields` returned; the groups are in least..most.
+        """Read a result of `fields`; the groups are in least..most.
 
         Raises:
             StateError: It cannot come from `fields`.

@@ -60,7 +60,7 @@ _PARAMETERS = {
 }
 # Questions that are turned into rows at a time; bounds the memory.
 _BATCH = 4_096
-# Of what happens at the same time, in this order: an end is not known before its time.
+# The order of events at the same time: an end is not known before its time.
 _BEGIN, _ASK, _END = range(3)
 
 Progress = Callable[[str, float], None]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Reliability:
-    """A reliability diagram: what was predicted against how often it came true."""
+    """A reliability diagram: the predicted probability against how often it came true."""
 
     # float64[bins], mean prediction of each bin; NaN where it is empty.
     predicted: NDArray[np.float64]
@@ -61,7 +61,7 @@ def _by_level(
 
 
 def brier(predicted: NDArray[np.float64], happened: NDArray[np.bool_]) -> float:
-    """Return the mean squared distance of the predictions from what happened, 0 or 1."""
+    """Return the mean squared distance of the predictions from the outcomes, 0 or 1."""
     return mean_where((predicted - happened) ** 2)
 
 

@@ -87,7 +87,7 @@ def _request(line: str) -> PastRequest | None:
 
 
 def _expected(entry: dict[str, object]) -> int | None:
-    """Return what the client expected; whether a limit counts is for each predictor to find out."""
+    """Return the client's expectation; each predictor finds out itself whether a limit counts."""
     hint = entry.get("hint")
     if hint is None or entry.get("hint_source") != "client":
         return None

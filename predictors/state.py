@@ -150,7 +150,7 @@ class Savable(Predictor, Protocol):
     uses_keys: ClassVar[bool]  # Whether it learns by the keys of requests.
 
     def state(self) -> State:
-        """Return what it has learned."""
+        """Return its state."""
 
     @classmethod
     def from_state(cls, state: State) -> Self:

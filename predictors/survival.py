@@ -24,7 +24,7 @@ from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, State
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 
-# How many of the past outputs are longer than each age: what conditional survival is read off.
+# How many of the past outputs are longer than each age: the source of conditional survival.
 #
 # Weights may stand for counts, and several groups of outputs lie side by side, a row each.
 
@@ -72,7 +72,7 @@ class RunningCounts:
         return windows[starts]
 
     def after_one(self, group: int, age: int, steps: int) -> NDArray[np.float64]:
-        """Return what `after` does for one age, float64[steps + 1], in a tenth of the time. Read-only."""
+        """Return the result of `after` for one age, float64[steps + 1], in a tenth of the time. Read-only."""
         if self._stride < self._width + steps:
             self._reach(steps)
         start = group * self._stride + min(age, self._width - 1)
@@ -197,7 +197,7 @@ class LengthBuckets:
             self._rebuild()
 
     def extend(self, pairs: NDArray[np.int64]) -> None:
-        """Learn many pairs at once, int64[n, 2], the oldest first; instead of what was known."""
+        """Learn many pairs at once, int64[n, 2], the oldest first; they replace all earlier ones."""
         pairs = pairs[-self._capacity :]
         room = max(len(pairs), min(_FIRST_PAIRS, self._capacity))
         self._pairs = np.zeros((room, 2), np.int64)
@@ -237,7 +237,7 @@ class LengthBuckets:
     def survival_of_one(
         self, prompt: int, age: int, steps: int, fallback: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Return what `survival` does for one request, float64[steps + 1], as is `fallback`."""
+        """Return the result of `survival` for one request, float64[steps + 1], as is `fallback`."""
         weight = self.fallback_weight
         survival = weight * fallback
         if self._counts.longest < LONGEST or age + steps < LONGEST:
@@ -395,7 +395,7 @@ class Survival:
         return RunningCounts(np.bincount(history, weights)[None].astype(np.float64, copy=False))
 
 
-# What clients expect of their own requests, set against what such requests emitted.
+# The outputs that clients expect of their own requests, set against the outputs of such requests.
 #
 # A **hint** is a number of tokens that the client states. It need not be right: it only has to distinguish
 # requests. Requests with hints of about one size count as alike. Their prediction is drawn towards another
@@ -549,7 +549,7 @@ class Hinted:
         self._hints.pop(request, None)
 
     def learn(self, hint: Hint, output_tokens: int) -> None:
-        """Learn what came of a hint, of a request that ended by itself."""
+        """Learn the output for a hint, of a request that ended by itself."""
         outputs = self._outputs.get(hint.source)
         if outputs is None:
             outputs = self._outputs[hint.source] = LengthBuckets(

@@ -1,4 +1,4 @@
-"""What bounds a fleet, and how many instances of each role its load needs.
+"""The bound of a fleet, and how many instances of each role its load needs.
 
 `balanceroute advise` asks it of a fleet that was seen for some minutes, or simulated, and a proxy of its own
 fleet once a second.
@@ -22,7 +22,7 @@ _WORTH_IT = 0.1
 
 
 class Bound(Enum):
-    """What there is too little of."""
+    """The scarce resource."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -43,7 +43,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class BoundVerdict:
-    """What bounds a fleet, and the ratio of its roles that would not."""
+    """The bound of a fleet, and the ratio of its roles that would balance it."""
 
     bound: Bound
     # At which both roles would be equally busy; None where one did nothing.
@@ -59,7 +59,7 @@ def judge(
     idle: float,
     kv_share: float = 0.0,
 ) -> BoundVerdict:
-    """Return what bounds a fleet.
+    """Return the bound of a fleet.
 
     `prefill_busy` is the mean share of prefillers that have work, None if unknown; `slots_share` that of the
     slots in use; `idle` the share of rank time lost at the barrier; `kv_share` the share of the KV memory in
@@ -96,7 +96,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Of both roles, and what bounds the fleet now."""
+    """Of both roles, with the present bound of the fleet."""
 
     verdict: BoundVerdict
     prefillers: Need
@@ -141,7 +141,7 @@ _HELD_S, _SETTLED_S = 180.0, 15.0
 
 @dataclass(frozen=True, slots=True)
 class FleetSample:
-    """What a scheduler had at an instant."""
+    """The load of a scheduler at an instant."""
 
     time_s: float
     prefillers: int  # Those that are there, and likewise ranks.
@@ -166,7 +166,7 @@ def sample_of(
     kv_tokens: int | None,
     idle: float,
 ) -> FleetSample:
-    """Return what a scheduler has now.
+    """Return the present load of a scheduler.
 
     Args:
         scheduler: The scheduler.
@@ -239,7 +239,7 @@ class LoadFollower:
         busy: The target share of the time, or of the slots.
 
     Attributes:
-        bound: What bounds the fleet.
+        bound: The bound of the fleet.
         prefillers: Those that are wanted; None before the first look.
         ranks: Likewise.
         flips: Prefillers that should be decode engines; negative for the other way round.
@@ -258,7 +258,7 @@ class LoadFollower:
         self._other, self._other_s = Bound.NOTHING, 0.0
 
     def look(self, now: FleetSample) -> None:
-        """Take in what there is now."""
+        """Follow the present load."""
         last, self._before = self._before, now
         if last is None or now.time_s <= last.time_s or not (now.prefillers and now.ranks):
             return
@@ -268,7 +268,7 @@ class LoadFollower:
         prefilled = arrived - (now.before - last.before)
         for average, value in (
             (self._arriving, arrived / seconds),
-            # What fills a role that was idle is no more than it can do.
+            # Requests that fill an idle role are no more than it can do.
             (self._bound, max(0, ended + now.running - last.running) / seconds),
             (self._begun, max(0, prefilled + now.busy - last.busy) / seconds),
             (self._busy, now.busy),

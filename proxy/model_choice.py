@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.errors import ConfigError
 
-# What a choice of a model is made from, and what makes it.
+# The inputs of a choice of a model, and its interface.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class GroupOutlook:
-    """What a request would meet in a group of engines if it were sent there now."""
+    """A request's expected service by a group of engines, if it were sent there now."""
 
-    # Of the targets, what its predicted latency takes; at most 1 if they are kept.
+    # Its predicted latency as a share of the targets; at most 1 if they are kept.
     target_share: float
     healthy: bool = True  # Whether the group has engines that take requests.
 
@@ -123,7 +123,7 @@ class Greedy:
         return max(kept) if kept else min(healthy, key=lambda one: outlooks[one].target_share)
 
 
-# What the last answers lost against the best model's: how much the next one may lose.
+# The losses of the last answers against the best model's, and the loss that the next one may have.
 #
 # A user who judges by windows, the mean worth of so many answers in a row, needs another choice than one
 # who judges by the mean of all: a window that is lost anyhow may lose more, and one that is nearly kept
@@ -141,7 +141,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class WindowAim:
-    """What windows are to keep.
+    """The aim for windows of answers.
 
     Attributes:
         mean: At least this share of the worth that the best model's answers would have, in the mean of a
@@ -153,16 +153,16 @@ class WindowAim:
     scores: tuple[tuple[float, ...], ...]
 
     def loss(self, task: int, group: int, *, kept: bool) -> float:
-        """Return what an answer loses against the best model's; all of it unless it keeps the targets."""
+        """Return an answer's loss against the best model's; all of it unless it keeps the targets."""
         scores = self.scores[task]
         return max(scores) - (scores[group] if kept else 0.0)
 
 
 class Recent:
-    """The losses of the last answers, by what was predicted as each was sent.
+    """The losses of the last answers, by the predictions as each was sent.
 
     Args:
-        aim: What windows are to keep.
+        aim: For windows of answers.
     """
 
     def __init__(self, aim: WindowAim) -> None:
@@ -170,7 +170,7 @@ class Recent:
         self._losses: deque[float] = deque([0.0] * (WINDOW - 1), WINDOW - 1)
 
     def seen(self) -> list[float]:
-        """Return what a network sees of them: `RECENT_INPUTS` figures."""
+        """Return a network's inputs from them: `RECENT_INPUTS` figures."""
         losses, most = list(self._losses), self._most
         lost = sum(losses)
         leaving = [min(1.0, sum(losses[:count]) / most) for count in _OLDEST]
@@ -282,10 +282,10 @@ def state(
     outlooks: Sequence[GroupOutlook],
     recent: Recent | None = None,
 ) -> Floats:
-    """Return what the network sees.
+    """Return the network's inputs.
 
     The groups' shares of the targets, again those near 1 in finer steps, the rate, the task (one-hot), and
-    what the last answers lost if that matters.
+    the losses of the last answers if these matter.
     """
     shares = [
         min(one.target_share, _LARGEST_SHARE) if one.healthy else _LARGEST_SHARE for one in outlooks
@@ -306,7 +306,7 @@ def sensible(outlooks: Sequence[GroupOutlook]) -> list[int]:
 class DoubleDqn:
     """Asks a trained network.
 
-    One that was trained for windows remembers what its last choices lost.
+    One that was trained for windows remembers the losses of its last choices.
     """
 
     def __init__(

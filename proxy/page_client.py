@@ -42,7 +42,7 @@ class Answer(NamedTuple):
     body: bytes
 
     def json(self) -> Any:
-        """Return what it says as JSON, without NaN and infinities. Raises ValueError: it is none."""
+        """Return its content as JSON, without NaN and infinities. Raises ValueError: it is none."""
         try:
             return msgspec.json.decode(self.body)
         except RecursionError as error:
@@ -56,7 +56,7 @@ class PageClient:
         tls: Verifies the certificates.
         timeout_s: Until an answer is complete, connecting included, unless the question says.
         bearer: The key that every question presents; None for none.
-        ca_setting: What a user sets to have another authority trusted, for messages.
+        ca_setting: The setting of another authority, for messages.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PageClient:
             raise UnansweredError(self._reason(error)) from None
 
     def _reason(self, error: BaseException) -> str:
-        """Return in words what went wrong on the way, out of what the layers wrapped it into."""
+        """Return the cause of a failed exchange in words, out of the layers' wrappers."""
         for cause in _causes(error):
             if isinstance(cause, ssl.SSLCertVerificationError):
                 reason = f"its certificate is not accepted: {cause.verify_message.rstrip('.')}"
@@ -201,7 +201,7 @@ async def _read(response: "httpx.Response", max_bytes: int) -> Answer:
 
 
 def _causes(error: BaseException) -> "Iterator[BaseException]":
-    """Yield an exception and what it was raised from, the innermost first."""
+    """Yield an exception and its causes, the innermost first."""
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
             yield from _causes(one)

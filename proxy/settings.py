@@ -33,7 +33,7 @@ def variable_of(name: str) -> str:
 
 
 def _variables(known: Mapping[str, Setting], environment: Mapping[str, str]) -> dict[str, object]:
-    """Return what the environment gives of settings, by their names.
+    """Return the settings of the environment, by their names.
 
     Raises:
         ConfigError: A variable with the prefix is of nothing that is known.
@@ -121,7 +121,7 @@ class Given:
 
     @property
     def places(self) -> dict[str, str]:
-        """What was given and is not off, with what to call it; see `where`."""
+        """The settings that were given and are not off, with their names for messages; see `where`."""
         names = dict.fromkeys([*self.flags, *self._variables, *self._filed])
         off = (None, False)
         return {
@@ -131,7 +131,7 @@ class Given:
         }
 
     def where(self, name: str) -> str:
-        """Return what to call a setting: the flag, or the variable, or the file and key, where it is given."""
+        """Return a setting's name for messages: the flag, or the variable, or the file and key that gives it."""
         if name in self._variables and name not in self.flags:
             return variable_of(name)
         if name in self.flags or name not in self._filed:
@@ -141,7 +141,7 @@ class Given:
 
     @contextmanager
     def blamed(self, name: str) -> Iterator[None]:
-        """Put the name of a setting before what is wrong with its value."""
+        """Put the name of a setting before the fault of its value."""
         try:
             yield
         except ConfigError as error:
@@ -184,7 +184,7 @@ def add_flags(
 
 
 def read_flags(arguments: argparse.Namespace, *sections: type) -> Given:
-    """Return what is given of sections that no file can give.
+    """Return the given values of sections that no file can give.
 
     Raises:
         ConfigError: A value is not allowed.

@@ -23,7 +23,7 @@ _SHARED_STORES = ("AscendStoreConnector", "MooncakeStoreConnector")
 
 
 def check_connector(engines: Engines, processes: Iterable[EngineProcess]) -> Iterator[Finding]:
-    """Yield what the connector and the store do not work with."""
+    """Yield the engines' flags that the connector and the store do not work with."""
     yield from _basics(engines)
     if engines.connector == "mooncake-hybrid":
         yield from _hybrid_stages(engines)
@@ -111,9 +111,9 @@ def _extra(role: RoleEngines) -> Mapping[str, object]:
     return extra if isinstance(extra, dict) else {}
 
 
-# Checks of what prefill and decode engines must have in common, and of ranks on several hosts.
+# Checks of the flags that prefill and decode engines must share, and of ranks on several hosts.
 #
-# What must match, vLLM 0.32: vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py
+# The flags that must match, vLLM 0.32: vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py
 # (compute_nixl_compatibility_hash). HCCL's ports, CANN 8.5:
 # https://www.hiascend.com/document/detail/en/canncommercial/850/maintenref/envvar/envref_07_0143.html
 
@@ -126,7 +126,7 @@ HCCL_PORTS = 16
 
 
 def check_pair(engines: Engines) -> Iterator[Finding]:
-    """Yield where the roles differ and must not, and what ranks on several hosts lack."""
+    """Yield where the roles differ and must not, and missing flags of ranks on several hosts."""
     yield from _differences(engines)
     yield from _drafts(engines)
     for role in engines.roles:
@@ -419,7 +419,7 @@ _FOLDER = Path(__file__).with_name("options")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What one version of an engine knows, by name with underscores."""
+    """The options of one version of an engine, by name with underscores."""
 
     engine: str  # Its name and version, as in "vllm 0.32.0".
     flags: frozenset[str]  # Of `vllm serve`.

@@ -58,7 +58,7 @@ DECODE_KEYS = ("url", "ranks", "rank_ids")
 
 @dataclass(frozen=True, slots=True)
 class PrefillEntry:
-    """One prefiller: its URL, and what else the file names."""
+    """One prefiller: its URL, and its other addresses in the file."""
 
     url: str
     bootstrap: str | None = None  # The URL of its Mooncake bootstrap server.
@@ -148,7 +148,7 @@ MAX_GROUPS = 64
 class GroupEntry:
     """One `[[model]]` table."""
 
-    place: str  # What to call it in messages, as in `model[1]`.
+    place: str  # Its name in messages, as in `model[1]`.
     name: str  # The group's.
     # Its served names; empty for its name and those that its engines serve.
     models: tuple[str, ...]
@@ -246,7 +246,7 @@ class Topology:
     aliases: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     # Before the keys of its tables in messages; "model[1]." if it is a group of a file.
     place: str = ""
-    # Of a group, the file's `[proxy]` table; what `proxy` has goes before it.
+    # Of a group, the file's `[proxy]` table; the values of `proxy` go before it.
     shared: Mapping[str, object] = field(default_factory=dict)
 
     @property

@@ -252,7 +252,7 @@ def _whole_nanoseconds(name: str, value: Decimal, unit_ns: int) -> int:
 
 
 def _shown_json(value: object) -> str:
-    # A Decimal is a JSON number with a fraction; its `repr` is not what the file has.
+    # A Decimal is a JSON number with a fraction; its `repr` is not the text in the file.
     return str(value)[:40] if isinstance(value, Decimal) else shown(value)
 
 

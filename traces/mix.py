@@ -8,7 +8,7 @@
 
 `trace` is a path from the file's own folder; all other keys are optional. `format` is that of the
 trace. `tenant`, `weight`, `class` (an integer; the lowest goes first) and `deadline_s` are those of all
-its requests, in place of what the trace says. `skip` passes over the first requests, and `requests`
+its requests, in place of the trace's own. `skip` passes over the first requests, and `requests`
 takes so many after them. The first one taken arrives at `start_s`, the times between them are divided
 by `rate`, and none comes from `end_s` on.
 """

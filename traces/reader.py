@@ -161,7 +161,7 @@ def _recognised(first_line: str) -> str:
 
 
 def _foreign(first_line: str) -> str | None:
-    """Return what makes a file of no known format readable, judged by its first line."""
+    """Return how to make a file of no known format readable, judged by its first line."""
     if keys_of(first_line) >= _BATCH_KEYS:
         return "an OpenAI batch has no arrivals and no lengths of answers, so it is no trace"
     if first_line.lstrip().startswith("["):

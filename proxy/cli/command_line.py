@@ -39,7 +39,7 @@ EXAMPLES = {
     "completion": "bash > ~/.balanceroute-completion",
 }
 """Of each command the words that follow it in an example."""
-# What the help of a screen shows first of commands with more flags than that.
+# The flags that the help of a screen shows first for commands with more flags than that.
 _FIRST = {
     "serve": "topology prefill decode discover connector batch model lease-s engine-key-file host port "
     "api-key-file tenants tls-cert tls-key admin-port admin-token-file policy predictor resume queue-limit log",
@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help() + (f"\nexample:\n  {self.example}\n" if self.example else "")
 
     def screen(self) -> str:
-        """Return the help, or what of it fits on a screen: what the command is for, and its first flags."""
+        """Return the help, or a screen of it: the purpose of the command, and its first flags."""
         whole = self.format_help()
         if whole.count("\n") <= _MOST_LINES:
             return whole
@@ -161,7 +161,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{meant}")
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one line; `--help` has the rest."""
+        """Print the fault in one line; `--help` has the rest."""
         sys.stderr.write(f"{self.prog}: error: {message} (see {self.prog} --help)\n")
         raise SystemExit(2)
 
@@ -222,7 +222,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     # product takes longer, and far longer where the cores are busy.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     words = sys.argv[1:] if arguments is None else arguments
-    # Only what the command needs is imported: the proxy starts without the emulator.
+    # Only the command's own imports: the proxy starts without the emulator.
     first = words[0] if words else ""
     wanted = [first] if first in COMMANDS else [] if first == "--version" else COMMANDS
     chosen = make_parser(wanted).parse_args(words, argparse.Namespace(words=tuple(words)))
@@ -235,7 +235,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _words(error: Exception) -> str:
-    """Return what is wrong and where; Python itself begins with the error's number."""
+    """Return the fault and its place; Python itself begins with the error's number."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

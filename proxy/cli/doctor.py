@@ -68,7 +68,7 @@ _LOOKS, _LOOK_S = 8, 0.25
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What is wrong, where, and what cures it."""
+    """A fault, its place, and its cure."""
 
     where: str
     what: str
@@ -87,7 +87,7 @@ class PairTrial:
     said: str = ""  # In words.
     fault: str = ""  # Why it failed; empty if it did not.
     cure: str = ""
-    left: str = ""  # What was left behind.
+    left: str = ""  # The KV cache left behind, in words.
 
     def __str__(self) -> str:
         return f"{self.prefill} -> {self.decode}: {self.fault or self.said}"
@@ -123,7 +123,7 @@ class Report:
         return json.dumps(value, indent=2)
 
     def text(self) -> str:
-        """Return all of it for people. What engines say is no order to a terminal, and not endless."""
+        """Return all of it for people. Words of engines cannot control a terminal, and are cut."""
         notes = (f"note: {one}" for one in self.notes)
         found = (*(look.line() for look in self.looks), *self.trials, *notes, *self.troubles)
         lines = [
@@ -413,7 +413,7 @@ async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 class _LegError(Exception):
-    """A leg that failed: what is wrong, and what cures it."""
+    """A leg that failed: the fault, and its cure."""
 
 
 @dataclass(slots=True)
@@ -635,7 +635,7 @@ def _own_address(url: EngineUrl) -> str:
 
 
 def _advise(report: Report, given: DoctorSettings) -> None:
-    """Find the command that serves these engines, with no flag that says what is the default."""
+    """Find the command that serves these engines, without flags for defaults."""
     prefillers, decoders = report.of(PREFILL), report.of(DECODE)
     if not (prefillers and decoders):
         return

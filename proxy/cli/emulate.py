@@ -27,7 +27,7 @@ _READ_BYTES = 4_096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFlags:
-    """What the engines need beside their settings."""
+    """The inputs of the engines beside their settings."""
 
     seed: int = integer(0, "of ids and faults", -(1 << 63), (1 << 63) - 1)
 
@@ -63,7 +63,7 @@ HEADINGS: dict[str, tuple[type, ...]] = {
     "speed": (Speed,),
     "server": (Place, Process),
 }
-# What the [emulation] table of a topology may say.
+# The keys of a topology's [emulation] table.
 FILED = (EmulationSettings, SimulatedEngineOptions, FleetFlags, Speed, Place)
 SECTIONS = (*FILED, Process)
 
@@ -121,7 +121,7 @@ async def _serve(settings: EmulationSettings, given: Given) -> None:
     fleet = EmulatedFleet(settings, rng=rng, epoch_s=epoch_s, publish=_publish(settings))
     await fleet.start(place.host, place.port)
     try:
-        # What is there stays, and requests leave few cycles. A collection holds up every rank.
+        # Objects made so far stay, and requests leave few cycles. A collection holds up every rank.
         gc.freeze()
         gc.set_threshold(20_000, 50, 100)
         _announce(fleet, as_json=process.json_ready)

@@ -318,7 +318,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _parts(past: Past, share: float) -> "tuple[list[PastRequest], list[PastRequest]]":
     """Return the requests that had ended when the first one came that is judged, and the judged.
 
-    What was passed over and still ran then is in neither: a model may have been trained on it.
+    Requests that were passed over and still ran then are in neither: a model may have been trained on them.
     """
     place = round(share * len(past.chosen))
     judged = past.chosen[place:]
@@ -344,7 +344,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 
 def _models(paths: "Sequence[Path]") -> "dict[str, Predictor]":
-    """Return the predictors by what they are called in the report: their paths."""
+    """Return the predictors by their names in the report: their paths."""
     models: dict[str, Predictor] = {}
     for path in paths:
         name = str(path) if str(path) not in _BASELINES else f"./{path}"
@@ -357,7 +357,7 @@ def _models(paths: "Sequence[Path]") -> "dict[str, Predictor]":
 def _notes(
     given: Given, models: "Mapping[str, Predictor]", history: "Sequence[PastRequest]"
 ) -> list[str]:
-    """Return what else must be known to read the figures."""
+    """Return the notes on the figures."""
     asked = given.read(QuestionFlags)
     notes = []
     known = f"the {len(history):,} requests that had ended before" if history else "nothing"

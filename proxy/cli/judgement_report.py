@@ -96,7 +96,7 @@ def gain_cell(gain: Gain, digits: int) -> str:
 def as_json(
     rows: Rows, judgements: Mapping[str, PredictorJudgement], *, baseline: str
 ) -> list[dict[str, object]]:
-    """Return a row for each predictor, of JSON's types; what is undefined is null."""
+    """Return a row for each predictor, of JSON's types; an undefined figure is null."""
     found: list[dict[str, object]] = []
     for name, judgement in judgements.items():
         diagram = measures.reliability(judgement.answers.p_finish, rows.finishes)

@@ -1,4 +1,4 @@
-"""What a command writes: files, known to be writable before its work and written whole; its terms."""
+"""The outputs of a command: files, known to be writable before its work and written whole; its terms."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ STDOUT = Path("-")
 
 
 def options(arguments: argparse.Namespace) -> dict[str, object]:
-    """Return what a command was asked for, as its report repeats it."""
+    """Return a command's settings, as its report repeats them."""
     # Those two say what to run and how it was called.
     return {name: value for name, value in vars(arguments).items() if name not in ("run", "words")}
 
@@ -83,7 +83,7 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def make_plots_folder(path: Path | None) -> None:
-    """Make the folder of --plots, before hours are spent on what the pictures show.
+    """Make the folder of --plots, before hours of work on the pictures' data.
 
     Raises:
         ConfigError: It cannot be made, or pictures cannot be drawn.

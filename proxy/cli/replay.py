@@ -244,7 +244,7 @@ def _is_key(text: str) -> bool:
 def _workload(
     arguments: argparse.Namespace, replayed: ReplayedTrace, settings: ReplaySettings
 ) -> "tuple[list[PlannedRequest], list[str]]":
-    """Return the requests, and what the report must say about them."""
+    """Return the requests, and the report's notes on them."""
     trace = read_flagged_mix(arguments)
     limits = {
         "max_prompt_tokens": replayed.max_prompt_tokens,
@@ -352,7 +352,7 @@ async def _interruptible(
 
 
 class _Bar:
-    """The bar: how many requests have ended, what runs, and how fast tokens come."""
+    """The bar: the ended and running requests, and the rate of tokens."""
 
     def __init__(self, bar: Progress, total: int) -> None:
         self._bar = bar

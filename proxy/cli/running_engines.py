@@ -56,7 +56,7 @@ _VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})\b")
 CONNECTOR_OF_CLASS = {facts.vllm_class: name for name, facts in CONNECTORS.items()}
 """By the name of `--kv-transfer-config`, that of the proxy's setting."""
 
-# What other servers at an engine's address show in their metrics.
+# Signs of other servers at an engine's address, in their metrics.
 _STRANGERS = (
     (b"balanceroute_", "a BalanceRoute proxy"),
     (b"vllm_router_", "a vllm-router"),
@@ -71,7 +71,7 @@ _STRANGERS_PAGES = (
     ("/list_workers", "urls", "a router before other engines"),
     ("/workers", "workers", "a router before other engines"),
 )
-# What is wrong with an engine's answer, in words of `PageClient`, and what cures it.
+# Faults of an engine's answer, in words of `PageClient`, with their cures.
 _CURES = (
     ("status 40[13]", "it wants a key: --engine-key-file FILE, or BALANCEROUTE_ENGINE_KEY"),
     ("redirect", "give the engine's own address, not that of a gateway in front of it"),
@@ -138,7 +138,7 @@ def _differences(connector: str, prefill: Seen, decode: Seen) -> Iterator[tuple[
 
 
 async def look_at(pages: PageClient, one: Seen) -> Seen:
-    """Return an engine with what it says of itself, or why it says nothing."""
+    """Return an engine with the facts of its pages, or with the fault."""
     page = "/version"
     try:
         version = msgspec.json.decode(
@@ -283,7 +283,7 @@ async def look_at_all(
 
 
 async def _stranger(pages: PageClient, url: EngineUrl, fault: str) -> str:
-    """Return in words what answers where no engine of vLLM does."""
+    """Return in words the server or the fault where no engine of vLLM answers."""
     if fault and "status" not in fault and "JSON" not in fault and "models" not in fault:
         return fault  # No server answered.
     try:
@@ -304,7 +304,7 @@ async def _stranger(pages: PageClient, url: EngineUrl, fault: str) -> str:
 
 
 def fault_of(fault: str) -> tuple[str, str]:
-    """Return what is wrong with an engine's pages, and what cures it."""
+    """Return the fault of an engine's pages, and its cure."""
     if "no engine of vLLM" in fault or "a router" in fault:
         return fault, "give the addresses of vLLM's engines themselves"
     cures = (cure for sign, cure in _CURES if re.search(sign, fault))
@@ -312,7 +312,7 @@ def fault_of(fault: str) -> tuple[str, str]:
 
 
 async def _ask_config(pages: PageClient, look: EngineLook, limit_s: float) -> None:
-    """Take in what an engine in vLLM's developer mode shows of its configuration."""
+    """Note the configuration that an engine in vLLM's developer mode shows."""
     try:
         answer = await pages.ask(
             "GET",
@@ -396,7 +396,7 @@ def several(found: Mapping[str, str] | Mapping[int, str]) -> str:
 def client_of(
     config: "ProxyConfig", ca_file: Path | None = None, *, timeout_s: float | None = None
 ) -> PageClient:
-    """Return what asks the engines of a configuration.
+    """Return a client for the pages of a configuration's engines.
 
     Raises:
         ConfigError: The certificates cannot be used.

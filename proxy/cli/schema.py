@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def topology_schema() -> Schema:
-    """Return the schema of a topology file, of what its tables and settings declare."""
+    """Return the schema of a topology file, by the declarations of its tables and settings."""
     # Here, so that the other commands start without the emulator.
     from balanceroute.proxy.cli.emulate import FILED  # noqa: PLC0415
 
@@ -126,7 +126,7 @@ def _engines() -> Schema:
 
 
 def _members(record: type, keys: Iterable[str]) -> dict[str, Schema]:
-    """Return what a table's keys may be, by the types of the record that it becomes."""
+    """Return the schemas of a table's keys, by the types of the record that it becomes."""
     hints = get_type_hints(record)
     names = {one.name for one in fields(record)}
     found: dict[str, Schema] = {}

@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _warn_of_idle(given: Given, policies: "Sequence[str]") -> None:
-    """Warn of what was given and does nothing with any of the policies, as in `serve`."""
+    """Warn of given settings without effect under every policy, as in `serve`."""
     names = {one.name for section in _AS_SERVED for one in settings_of(section)}
     shared = {name: place for name, place in given.places.items() if name in names}
     if not shared:

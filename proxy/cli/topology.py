@@ -76,14 +76,14 @@ print(json.dumps({"version": vllm.__version__, "found": found}))
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What the parser made of one command: the fault, "" if there is none, and some values."""
+    """The parser's result for one command: the fault, "" if there is none, and some values."""
 
     fault: str
     values: Mapping[str, object]
 
 
 def parse_with(python: str, commands: Sequence[Command]) -> tuple[str, list[Parsed]]:
-    """Return the version of an interpreter's vLLM, and what its parser makes of engine commands.
+    """Return the version of an interpreter's vLLM, and its parser's results for engine commands.
 
     Raises:
         ConfigError: The interpreter or its vLLM cannot be used.
@@ -127,7 +127,7 @@ def check_online(topology: "Topology", ca_file: "Path | None" = None) -> tuple[l
 
     Args:
         topology: Of one group.
-        ca_file: Verifies their certificates in place of what the topology says.
+        ca_file: Verifies their certificates in place of the topology's file.
 
     Raises:
         ConfigError: Its proxy cannot be configured, or its engines are emulated.
@@ -140,7 +140,7 @@ def check_online(topology: "Topology", ca_file: "Path | None" = None) -> tuple[l
 
 
 def judge(topology: "Topology", connector: str, seen: Sequence[Seen]) -> Iterator[Finding]:
-    """Yield what does not fit: an engine and the topology, or a prefiller and a decode engine."""
+    """Yield misfits: of an engine and the topology, or of a prefiller and a decode engine."""
     answered = []
     for one in seen:
         if one.fault:
@@ -280,7 +280,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 
 def _check_flags(topology: "Topology", python: str | None) -> tuple[str, tuple[Finding, ...]]:
-    """Return what judged the engines' flags, and its findings.
+    """Return the vLLM that judged the engines' flags, and its findings.
 
     Raises:
         ConfigError: The interpreter cannot be used.
@@ -363,7 +363,7 @@ def check_topology(topology: "Topology") -> Iterator[Finding]:
     findings: tuple[Finding, ...] = ()
     if engines is not None:
         findings = check_engines(engines, () if config is None else _proxy_ports(engines, config))
-    # What is wrong with an address that follows from [engines] has just been found there.
+    # A fault of an address that follows from [engines] has just been found there.
     if refused and not (findings and refused.startswith(("prefill[", "decode["))):
         yield Finding("error", "", refused)
     yield from findings

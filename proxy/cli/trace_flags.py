@@ -77,7 +77,7 @@ def trace_path(arguments: argparse.Namespace) -> Path:
 
 
 def read_flagged_mix(arguments: argparse.Namespace) -> "list[TraceRequest]":
-    """Read what `--trace` or `--mix` names.
+    """Read the trace of `--trace` or `--mix`.
 
     Raises:
         ConfigError: `--columns` says nothing sensible, or a flag of the format stands beside `--mix`.

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _greet(engines: "Mapping[str, object]") -> None:
-    """Say where the engines are: what wants their own figures needs to know."""
+    """Print the engines' addresses, for commands that read the engines' own figures."""
     for role, urls in engines.items():
         assert isinstance(urls, list)
         sys.stderr.write(f"{role}: {' '.join(urls)}\n")
