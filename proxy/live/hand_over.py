@@ -67,7 +67,7 @@ class Inherited:
         self.admin: list[socket.socket] = []  # Those for administrators.
         self.orders = b""  # What was ordered; see `OrderStore`.
         self.led: Mapping[str, object] | None = (
-            None  # See `Leadership.bequest`; None if it is alone.
+            None  # See `Leadership.hand_over_state`; None if it is alone.
         )
         self._ready: int | None = None
         given = environment.pop(_GIVEN, None)
@@ -95,7 +95,7 @@ class Successor:
 
     Args:
         stop_orders: Refuses orders from now on, and returns when none is being carried out.
-        led: Returns what is to be known of the leadership; see `Leadership.bequest`.
+        led: Returns what is to be known of the leadership; see `Leadership.hand_over_state`.
         failed: Called when it does not, after `stop_orders`.
     """
 

@@ -316,9 +316,9 @@ class Proxy:
                 await asyncio.sleep(_IDLE_S)
                 await self.server.drain()
 
-    def bequest(self) -> Mapping[str, object] | None:
+    def hand_over_state(self) -> Mapping[str, object] | None:
         """Return what a process that takes over is to know of the leadership; None if it is alone."""
-        return None if self.leadership is None else self.leadership.bequest()
+        return None if self.leadership is None else self.leadership.hand_over_state()
 
     async def succeed(self) -> None:
         """Wait until it leads, if the process did so from which it takes over."""
@@ -614,23 +614,23 @@ def _trace_export(
 
 
 def _leadership(
-    config: ProxyConfig, environment: Environment, sites: Callable[[], Iterable[Deployment]]
+    config: ProxyConfig, environment: Environment, groups: Callable[[], Iterable[Deployment]]
 ) -> "Leadership | None":
     """Return what says whether this process leads; None, and nothing of it is imported, if it is alone."""
     settings = config.leader
     if not settings.has_replicas:
         return None
-    from balanceroute.proxy.live.leader.leadership import Leadership, Office  # noqa: PLC0415
+    from balanceroute.proxy.live.leader.leadership import Leadership, LeaderStore  # noqa: PLC0415
 
     led, clock = environment.led or {}, environment.uptime_s
     # A process that starts anew under a host's name is another one.
     name = str(led.get("name") or f"{gethostname()}_{environment.rng.getrandbits(64):016x}")
-    office: Office
+    store: LeaderStore
     if settings.leader_lock is not None:
         from balanceroute.proxy.live.leader.lock_file import LockFile  # noqa: PLC0415
 
         descriptor = led.get("descriptor")
-        office = LockFile(
+        store = LockFile(
             settings.leader_lock,
             name=name,
             duration_s=settings.leader_lease_s,
@@ -643,7 +643,7 @@ def _leadership(
         from balanceroute.proxy.live.leader.kubernetes_lease import KubernetesLease  # noqa: PLC0415
 
         namespace, _, lease = settings.leader_lease.rpartition("/")
-        office = KubernetesLease(
+        store = KubernetesLease(
             api_client(config.discovery),
             lease,
             namespace or None,
@@ -654,10 +654,10 @@ def _leadership(
             rng=environment.rng,
         )
     return Leadership(
-        office,
+        store,
         duration_s=settings.leader_lease_s,
         clock=clock,
         rng=environment.rng,
-        sites=sites,
+        groups=groups,
         led=led,
     )

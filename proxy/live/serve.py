@@ -133,7 +133,7 @@ async def _serve(config: ProxyConfig, command: ServeCommand) -> subprocess.Popen
         admin=lambda: [] if proxy.admin is None else proxy.admin.listening,
         stop_orders=proxy.stop_orders,
         orders=orders.content,
-        led=proxy.bequest,
+        led=proxy.hand_over_state,
         serves=lambda: leaving.append(asyncio.create_task(leave())),
         failed=proxy.take_orders,
     )

@@ -102,7 +102,7 @@ class Candidate:
             duration_s=3,
             clock=time.monotonic,
             rng=random.SystemRandom(),
-            sites=tuple,
+            groups=tuple,
         )
         self._task = asyncio.create_task(self.leadership.run())
 

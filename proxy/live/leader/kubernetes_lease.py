@@ -50,7 +50,7 @@ class _RefusedError(Exception):
 
 
 class KubernetesLease:
-    """One Lease; see `Office`.
+    """One Lease; see `LeaderStore`.
 
     Args:
         namespace: None for that of the account.
@@ -72,7 +72,7 @@ class KubernetesLease:
         unix_s: Callable[[], float],
         rng: random.Random,
     ) -> None:
-        self.name, self.kin, self.due_s = name, False, inf
+        self.name, self.handed_over, self.due_s = name, False, inf
         self._api, self._lease, self._namespace = api, lease, namespace
         self._duration_s, self._clock, self._unix_s, self._rng = duration_s, clock, unix_s, rng
         self._own: Mapping[str, Any] | None = None  # The Lease as it was written here last.
@@ -87,7 +87,7 @@ class KubernetesLease:
         return f"Lease {self._lease}"
 
     async def claim(self, *, leads: bool) -> str:
-        """Lead, or go on leading, if that may be; return who leads. See `Office.claim`."""
+        """Lead, or go on leading, if that may be; return who leads. See `LeaderStore.claim`."""
         for _ in range(_TRIES):
             try:
                 if self._own is not None:
@@ -98,7 +98,7 @@ class KubernetesLease:
         raise LeaderError("the Lease changes faster than it can be written")
 
     async def look(self) -> str:
-        """Return its version if it is this process's; see `Office.look`."""
+        """Return its version if it is this process's; see `LeaderStore.look`."""
         status, lease = await self._exchange(b"GET", self._path)
         if status == _NOT_FOUND or _spec(lease).get("holderIdentity") != self.name:
             return ""
@@ -116,8 +116,8 @@ class KubernetesLease:
         except _RefusedError:
             return  # It is not any more.
 
-    def bequest(self) -> dict[str, object]:
-        self.kin = True
+    def hand_over_state(self) -> dict[str, object]:
+        self.handed_over = True
         return {"name": self.name}
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class KubernetesLease:
         holder = spec.get("holderIdentity") or ""
         holder = holder if isinstance(holder, str) else "?"
         last = "" if status == _NOT_FOUND else _last_write(lease)
-        own = holder == self.name and (self.kin or last in self._written)
+        own = holder == self.name and (self.handed_over or last in self._written)
         if own or (leads and not holder):
             # No other process has had it since the last write here.
             return await self._write(lease, spec, created=status == _NOT_FOUND)

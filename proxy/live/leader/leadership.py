@@ -33,25 +33,24 @@ _JITTER = 0.2
 _SOON_S = 0.005
 # How long a process that resigns goes on with what waits, while none leads.
 _LAST_S, _LOOK_S = 1.0, 0.02
-_KIN_S = 0.1
+_HAND_OVER_S = 0.1
 
 
 class LeaderError(BalanceRouteError):
     """It is not known who leads."""
 
 
-class Office(Protocol):
+class LeaderStore(Protocol):
     """The place where replicas agree on who leads.
 
     Attributes:
         name: This process's there.
-        kin: Whether an entry of this name counts as this process's, also one of another process: there was a
-            hand-over.
+        handed_over: Whether a process that takes over shares the name: an entry of either counts.
         due_s: When it may be free, by the clock; inf if that is not known.
     """
 
     name: str
-    kin: bool
+    handed_over: bool
     due_s: float
 
     @property
@@ -81,14 +80,14 @@ class Office(Protocol):
         """Give it up, if this process has it. Raises as `claim`."""
         ...
 
-    def bequest(self) -> dict[str, object]:
+    def hand_over_state(self) -> dict[str, object]:
         """Return what a process that takes over is to know, with the `descriptor` that it is to have."""
         ...
 
     def close(self) -> None: ...
 
 
-class Followed(Protocol):
+class LedGroup(Protocol):
     """A decode group, of which one process at a time decides."""
 
     driver: Driver
@@ -100,7 +99,7 @@ class Followed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LeaderState:
-    """How this process stands, for people and metrics."""
+    """Whether this process leads, for people and metrics."""
 
     leads: bool
     leader: str  # Who leads, as far as it is known; empty for none.
@@ -115,26 +114,26 @@ class Leadership:
     """Keeps to the rules above. `run` it.
 
     Args:
-        office: Where replicas agree.
+        store: Where replicas agree.
         duration_s: How long another process waits before it takes over.
         clock: Seconds, which go on while the machine is suspended.
-        sites: Returns the groups about which is decided.
-        led: What the process that this one takes over from has bequeathed; empty if there is none.
+        groups: Returns the groups about which the leader decides.
+        led: The `hand_over_state` of the process that this one takes over from; empty if there is none.
     """
 
     def __init__(
         self,
-        office: Office,
+        store: LeaderStore,
         *,
         duration_s: float,
         clock: Callable[[], float],
         rng: random.Random,
-        sites: Callable[[], Iterable[Followed]],
+        groups: Callable[[], Iterable[LedGroup]],
         led: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        office.kin, self._succeeds = bool(led), led.get("leads") is True
+        store.handed_over, self._succeeds = bool(led), led.get("leads") is True
         self._began_to_lead = asyncio.Event()
-        self._office, self._clock, self._rng, self._sites = office, clock, rng, sites
+        self._store, self._clock, self._rng, self._groups = store, clock, rng, groups
         self._term_s, self._exchange_s = _TERM * duration_s, _EXCHANGE * duration_s
         self._between_s = _BETWEEN * duration_s
         self._until_s = -inf  # Until when this process may decide,
@@ -158,7 +157,7 @@ class Leadership:
     def _reason(self) -> str:
         if self._retired:
             return "the proxy is shutting down: another one takes over"
-        name = self._office.name
+        name = self._store.name
         if self._leader == name:
             if self._clock() < self._held_s:
                 return "this proxy is about to lead: it reads what the engines have"
@@ -184,16 +183,16 @@ class Leadership:
                 if self._retired:  # While it waited for its turn.
                     return
                 if self._resigned:
-                    self._shares(await self._office.look(), sent_s)
+                    self._shares(await self._store.look(), sent_s)
                     return
-                leader = await self._office.claim(leads=leads)
+                leader = await self._store.claim(leads=leads)
         except TimeoutError:
             self._is_unknown(f"no answer within {self._exchange_s:.3g} s")
         except (BalanceRouteError, OSError, UnicodeDecodeError) as error:
             self._is_unknown(str(error) or type(error).__name__)
         else:
             self._known_s, self._failure = sent_s, ""
-            if leader == self._office.name:
+            if leader == self._store.name:
                 await self._leads(sent_s, goes_on=leads)
             else:
                 self._follows(leader)
@@ -211,13 +210,13 @@ class Leadership:
     def _pause_s(self) -> float:
         pause_s = self._between_s * self._rng.uniform(1 - _JITTER, 1 + _JITTER)
         # When it may be free: not much later.
-        due_s = self._office.due_s - self._clock()
+        due_s = self._store.due_s - self._clock()
         return min(pause_s, due_s + _SOON_S) if due_s > 0.0 else pause_s
 
     def _is_unknown(self, reason: str) -> None:
         self._failed += 1
         if reason != self._failure:
-            fields = {"place": self._office.place, "reason": reason}
+            fields = {"place": self._store.place, "reason": reason}
             _log.warning("it is not known who leads", extra={"fields": fields})
         self._failure = reason
         self._end_waiting()
@@ -225,12 +224,12 @@ class Leadership:
     async def _leads(self, sent_s: float, *, goes_on: bool) -> None:
         """Decide until the term ends that began with a write; `goes_on` if the one before had not ended."""
         self._held_s = sent_s + self._term_s
-        self._leader = self._office.name
+        self._leader = self._store.name
         if not (self._led and goes_on):
             # Another one may have decided until now. What it gave to engines is not in the books here.
             with suppress(TimeoutError):  # What is not known by then is as it was read last.
                 async with asyncio.timeout(self._exchange_s):
-                    await asyncio.gather(*(site.read_loads() for site in self._sites()))
+                    await asyncio.gather(*(group.read_loads() for group in self._groups()))
             if self._clock() >= self._held_s or self._retired:
                 return  # Too late: again with the next term.
         if not self._led:
@@ -278,12 +277,12 @@ class Leadership:
         """End what waits where another process leads: its clients may ask that one."""
         if not self._led:
             reason = self._reason()
-            for site in self._sites():
-                site.driver.end_waiting(reason)
+            for group in self._groups():
+                group.driver.end_waiting(reason)
 
     def _bar(self, *, barred: bool) -> None:
-        for site in self._sites():
-            site.driver.decisions.bar(barred=barred)
+        for group in self._groups():
+            group.driver.decisions.bar(barred=barred)
 
     def _call_off(self) -> None:
         if self._lapse is not None:
@@ -291,7 +290,7 @@ class Leadership:
             self._lapse = None
 
     def _waits(self) -> bool:
-        return any(site.driver.unsettled for site in self._sites())
+        return any(group.driver.unsettled for group in self._groups())
 
     # The end, and hand-overs.
 
@@ -308,12 +307,14 @@ class Leadership:
         self._end_waiting()
         if not was_led:
             return
-        if self._office.kin:  # The process before this one got the order to end, too, a moment ago.
-            await asyncio.sleep(_KIN_S)
+        if (
+            self._store.handed_over
+        ):  # The process before this one got the order to end, too, a moment ago.
+            await asyncio.sleep(_HAND_OVER_S)
         self._ended += 1
         try:
             async with asyncio.timeout(2 * self._exchange_s), self._one:
-                await self._office.release()
+                await self._store.release()
         except (TimeoutError, BalanceRouteError, OSError, UnicodeDecodeError) as error:
             fields = self._fields() | {"reason": str(error)}
             _log.warning("the leadership is not given up: it runs out", extra={"fields": fields})
@@ -321,9 +322,9 @@ class Leadership:
             self._leader = ""
             _log.info("the leadership is given up", extra={"fields": self._fields()})
 
-    def bequest(self) -> dict[str, object]:
-        """Return what a process that takes over is to know; see `Office`."""
-        return self._office.bequest() | {"leads": self.leads}
+    def hand_over_state(self) -> dict[str, object]:
+        """Return what a process that takes over is to know; see `LeaderStore`."""
+        return self._store.hand_over_state() | {"leads": self.leads}
 
     async def succeed(self) -> None:
         """Wait until this process leads as the one did from which it takes over; not for long, if not."""
@@ -334,13 +335,13 @@ class Leadership:
     def resign(self) -> None:
         """Leave the leadership to a process that has taken over. What waits here is decided about still."""
         self._resigned = True
-        self._office.close()
+        self._store.close()
 
     def close(self) -> None:
         self._retired = True
         self._until_s = -inf
         self._call_off()
-        self._office.close()
+        self._store.close()
 
     # What people and metrics see.
 
@@ -353,7 +354,7 @@ class Leadership:
         return LeaderState(
             self.leads,
             self._leader,
-            self._office.place,
+            self._store.place,
             self._began,
             self._ended,
             self._failed,
@@ -365,11 +366,11 @@ class Leadership:
         return LeaderMetrics(self.state)
 
     def _fields(self) -> dict[str, object]:
-        return {"name": self._office.name, "place": self._office.place}
+        return {"name": self._store.name, "place": self._store.place}
 
 
 class LeaderMetrics(Collector):
-    """Exports how this process stands."""
+    """Exports whether this process leads."""
 
     def __init__(self, state: Callable[[], LeaderState]) -> None:
         self._state = state

@@ -24,7 +24,7 @@ _MOST_BYTES = 256
 
 
 class LockFile:
-    """One file; see `Office`.
+    """One file; see `LeaderStore`.
 
     Args:
         path: The file; it need not be there, but its folder.
@@ -44,7 +44,7 @@ class LockFile:
         in_thread: InThread,
         descriptor: int | None = None,
     ) -> None:
-        self.name, self.kin, self.due_s = name, False, inf
+        self.name, self.handed_over, self.due_s = name, False, inf
         self._path, self._duration_s = path, duration_s
         self._clock, self._in_thread = clock, in_thread
         self._locked = descriptor
@@ -63,12 +63,12 @@ class LockFile:
         return f"lock {self._path}"
 
     async def claim(self, *, leads: bool) -> str:
-        """Lead, or go on leading, if that may be; return who leads. See `Office.claim`."""
+        """Lead, or go on leading, if that may be; return who leads. See `LeaderStore.claim`."""
         self._leads = leads
         return await self._run(self._attempt)
 
     async def look(self) -> str:
-        """Return what the leader wrote last if that is this process; see `Office.look`."""
+        """Return what the leader wrote last if that is this process; see `LeaderStore.look`."""
         words = await self._run(self._read)
         return words if words.split(" ")[0] == self.name else ""
 
@@ -76,8 +76,8 @@ class LockFile:
         """Give it up, for all that have it from one another."""
         await self._run(self._unlock)
 
-    def bequest(self) -> dict[str, object]:
-        self.kin = True
+    def hand_over_state(self) -> dict[str, object]:
+        self.handed_over = True
         return {"name": self.name, "descriptor": self._locked}
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.discovery.kubernetes import ApiClient
 from balanceroute.proxy.live.leader.kubernetes_lease import KubernetesLease
-from balanceroute.proxy.live.leader.leadership import Followed, Leadership, Office
+from balanceroute.proxy.live.leader.leadership import Leadership, LeaderStore, LedGroup
 from balanceroute.proxy.live.leader.lock_file import LockFile
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.messages import Headers
@@ -34,16 +34,16 @@ class Client(ApiClient):
 class Candidate:
     """One process."""
 
-    def __init__(self, name: str, office: Office, loop: VirtualLoop, lease_s: int) -> None:
-        self.name, self.office, self._loop = name, office, loop
+    def __init__(self, name: str, store: LeaderStore, loop: VirtualLoop, lease_s: int) -> None:
+        self.name, self.store, self._loop = name, store, loop
         self.leadership = Leadership(
-            office,
+            store,
             duration_s=lease_s,
             clock=loop.time,
             rng=random.Random(name),
-            sites=lambda: self.sites,
+            groups=lambda: self.groups,
         )
-        self.sites: Iterable[Followed] = ()
+        self.groups: Iterable[LedGroup] = ()
         self.cut_off = False  # Whether the API server cannot be reached from it.
         context = copy_context()
         context.run(_WHO.set, name)
@@ -82,9 +82,9 @@ class Election:
             # A new connection for each request: see `cut_off`.
             return Endpoint("127.0.0.1", 9 if found and found[0].cut_off else self.server.port)
 
-        office: Office
+        store: LeaderStore
         if lock:
-            office = LockFile(
+            store = LockFile(
                 self.folder / "leader",
                 name=identity or name,
                 duration_s=lease_s,
@@ -92,7 +92,7 @@ class Election:
                 in_thread=_at_once,
             )
         else:
-            office = KubernetesLease(
+            store = KubernetesLease(
                 Client(connect, self.folder),
                 NAME,
                 "serving",
@@ -102,7 +102,7 @@ class Election:
                 unix_s=lambda: 1_795_000_000.0 + self.loop.time() + self.wall_s,
                 rng=random.Random(name),
             )
-        found.append(Candidate(name, office, self.loop, lease_s))
+        found.append(Candidate(name, store, self.loop, lease_s))
         self.candidates += found
         return found[0]
 

@@ -386,7 +386,7 @@ def test_who_was_cut_off_reads_the_loads_again_before_it_decides(play: Play) -> 
         async def read_loads() -> None:
             read.append(election.loop.time())
 
-        site.read_loads, a.sites = read_loads, [site]
+        site.read_loads, a.groups = read_loads, [site]
         await election.leader()
         assert len(read) == 1
         a.cut_off = True
