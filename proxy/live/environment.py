@@ -46,7 +46,7 @@ class Environment:
     # Takes a line per sample of the ranks' loads; None for no samples.
     write_loads: Callable[[bytes], object] | None = None
     in_thread: InThread = asyncio.to_thread  # Runs what may wait for a disk.
-    # Called with every event of a scheduler and what came of it, if there is one.
+    # Called with every event of a scheduler and its actions, if there is one.
     observer: Observer | None = None
     # Of several groups, by name, in place of `observer`.
     group_observers: Mapping[str, Observer] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Environment:
     # Returns the settings of a group that is to be added. Raises ConfigError. None where there are
     # no groups.
     make_group: Callable[[Mapping[str, object]], GroupConfig] | None = None
-    # Keeps what was ordered and found for the process that is started next; None to forget it.
+    # Keeps orders and found engines for the process that is started next; None to forget them.
     orders: OrderStore | None = None
     group: str = ""  # Of one of several groups, its name.
     # Takes the KV cache events of prefillers; None for over ZeroMQ.

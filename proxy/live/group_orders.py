@@ -32,7 +32,7 @@ _PLACE = "[[model]]"
 
 
 class _GroupChanges(Struct, frozen=True):
-    """What was ordered."""
+    """The groups that orders have added and removed."""
 
     basis: str  # Names the groups of the settings that it was ordered for.
     # What the `[[model]]` tables of the groups that were added would have.

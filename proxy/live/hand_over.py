@@ -65,7 +65,7 @@ class Inherited:
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         self.public: list[socket.socket] = []  # Listening sockets for clients.
         self.admin: list[socket.socket] = []  # Those for administrators.
-        self.orders = b""  # What was ordered; see `OrderStore`.
+        self.orders = b""  # See `OrderStore`.
         self.led: Mapping[str, object] | None = (
             None  # See `Leadership.hand_over_state`; None if it is alone.
         )
@@ -95,7 +95,7 @@ class Successor:
 
     Args:
         stop_orders: Refuses orders from now on, and returns when none is being carried out.
-        led: Returns what is to be known of the leadership; see `Leadership.hand_over_state`.
+        led: Returns `Leadership.hand_over_state`; None if this process is alone.
         failed: Called when it does not, after `stop_orders`.
     """
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress
 
 
-# How far a client may be ahead of what was read, in one request and in all of a connection.
+# Bytes that a client may send before the proxy has read them, in one request and in a connection.
 _STREAM_BYTES, _CONNECTION_BYTES = 256 << 10, 1 << 20
 # What the kernel keeps of datagrams that were not read yet, if it lets us.
 _SOCKET_BYTES = 4 << 20

@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # The command line completes its words without prometheus_cli
 #
 # A shadow is another predictor that sees the same traffic and decides nothing. The judge asks all
 # of them about a few active requests now and then, never on behalf of a decision or a chunk. A
-# shadow that raises an exception, or answers what is no probability, is left alone from then on:
-# it must not hurt a request. Nor must the one in use: where it fails, the answer is that no
-# request ends soon, and it is asked again the next time.
+# shadow that raises an exception, or answers no probability, is not asked any more: it must not
+# hurt a request. Nor must the one in use: where it fails, the answer is that no request ends
+# soon, and it is asked again the next time.
 
 _log = logging.getLogger(__name__)
 # Most requests that one call of `score` asks about, and most that it looks at.

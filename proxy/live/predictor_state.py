@@ -71,7 +71,7 @@ class PredictorStateFile:
             await asyncio.shield(self._saving)
 
     async def close(self) -> None:
-        """Save what is new; `run` must have ended."""
+        """Save if there is anything new; `run` must have ended."""
         if self._saving is not None:
             await self._saving
         await self._save()
@@ -85,7 +85,7 @@ class PredictorStateFile:
             state = self.predictor.state()
             await self._in_thread(partial(_write, self._path, state, aside=self._spoiled))
         except Exception as error:
-            # What goes wrong here must not end the proxy.
+            # A failure here must not end the proxy.
             self._metrics.state_saved(ok=False)
             known = isinstance(error, PredictorFileError | OSError)
             _log.error(

@@ -295,7 +295,7 @@ class Proxy:
             store.resume()
 
     async def hand_over(self) -> None:
-        """Leave what is new to another process; return when every open connection has ended, or time is up.
+        """Leave new connections to another process; return when every open one has ended, or time is up.
 
         Which is then up for `drain` too.
         """
@@ -485,7 +485,7 @@ class Proxy:
         deployment = self._make_group(config)
         await deployment.start()
         self._connect_back(deployment)
-        # What was said to all that there were holds for it too.
+        # Orders to all groups hold for a new one too.
         deployment.driver.draining = self.deployment.driver.draining
         if self.pausing.paused:
             deployment.driver.hold(held=True)

@@ -268,7 +268,7 @@ def _tokens(prompt: object, token_characters: float) -> float:
         return len(prompt) / token_characters
     if isinstance(prompt, int):
         return 1.0
-    # Not what is read once only: the replica reads it, too.
+    # Not an iterator, which can be read once only: the replica reads it, too.
     if isinstance(prompt, list | tuple):
         return sum(_tokens(one, token_characters) for one in prompt)
     members = _members(prompt)  # Of a message, or of a part of one.

@@ -59,7 +59,7 @@ class OfLoads(Collector):
 
 
 class ScalingSignals(OfLoads):
-    """Looks at each group once a second, and exports what follows.
+    """Looks at each group once a second, and exports the signals.
 
     Args:
         kv_tokens: Returns the KV tokens that fit on a rank of a group, by its name; None if unknown.

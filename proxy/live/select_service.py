@@ -86,7 +86,7 @@ _Engine = Prefiller | Rank
 _Body = TypeVar("_Body", bound=Struct)
 
 
-# What callers send. What is not named here may be there, and changes nothing.
+# What callers send. Further members change nothing.
 
 
 class _Prompt(Struct, frozen=True):

@@ -517,7 +517,7 @@ class Selector:
     """Takes requests for all groups.
 
     Args:
-        refusals: Counts and words what is refused.
+        refusals: Counts and words refusals.
     """
 
     def __init__(self, groups: Groups, refusals: Refusals, unix_s: Callable[[], float]) -> None:

@@ -83,7 +83,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServeCommand:
-    """What was called, as far as the process needs it again."""
+    """The command, as far as the process needs it again."""
 
     words: Sequence[str]  # The command line, the command first.
     owns_engines: bool  # Whether it has started engines, which end with this process.
@@ -97,7 +97,7 @@ class ServeCommand:
 def serve(config: ProxyConfig, command: ServeCommand) -> int:
     """Serve until SIGINT or SIGTERM; return the exit status.
 
-    The first signal drains: nothing new is taken, what runs may end. A second one ends it at once.
+    The first signal drains: the proxy takes nothing new, running requests may end. A second one ends it at once.
     SIGHUP opens the logs again, and reads keys, certificates and tenants again. SIGUSR2 has a new version
     take over; see `hand_over`.
     """

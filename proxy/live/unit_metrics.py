@@ -4,7 +4,7 @@ The protocol is that of the Gateway API Inference Extension (its proposal 003); 
 unless the settings have other ones. A picker takes the first sample of a metric, so each has one, whatever
 groups there are. It prefers the endpoint that says least:
 
-- `waiting` has no engine: the queue before prefill, the pool, and what waits for one engine alone.
+- `waiting` has no engine: requests in the queue before prefill, in the pool, and for one engine alone.
 - `running` is at work on one: in prefill or decode.
 - `kv-usage` is the mean of the live decode ranks by their capacity, by their engines' last report, else by
   the scheduler's books. A unit without a live rank is full: it must not look idle.

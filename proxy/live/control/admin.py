@@ -7,7 +7,7 @@
     GET  /admin/state             everything; with ?requests=1 each live request too
     GET  /admin/live              what the page shows, every 0.8 s, as server-sent events
     GET  /admin/requests?id=ID    the requests of an id: those that live, and of the last 1,000
-    GET  /admin/instances         the engines, with what is still in flight on each
+    GET  /admin/instances         the engines, with the requests in flight on each
     GET  /admin/groups            the groups, if there are several
     POST /admin/groups            add one: what its [[model]] table would have
     POST /admin/groups/drain      nothing new goes to its engines: {"group"}
@@ -228,7 +228,7 @@ def _worker(row: Mapping[str, object]) -> dict[str, object]:
 CONNECTIONS = 32
 """Of the admin listener at a time."""
 KEPT = 4
-"""Of them, for what is answered at once: probes, metrics and most orders."""
+"""Of them, for requests that are answered at once: probes, metrics and most orders."""
 MAX_BODY_BYTES = 1 << 20
 """Of an order; the listener refuses a larger one. An update of the weights names each of them."""
 MAX_ADDITIONS = 16
@@ -260,7 +260,7 @@ class Control(Protocol):
         """Return `state`, or `groups` by name, with each live request if asked."""
 
     def instance_rows(self) -> list[dict[str, object]]:
-        """Return every instance, with what is in flight on it."""
+        """Return every instance, with the requests in flight on it."""
 
     def view(self) -> dict[str, object]:
         """Return what the page shows."""
@@ -361,7 +361,7 @@ class Admin:
             asks = request.path in PAUSE_PATHS or handler in self._asking
             if request.query and not asks:
                 raise OrderRefusal(400, "the page takes no query")
-            # What is aborted are requests of this process.
+            # An order to abort is about requests of this process.
             orders = request.method not in (b"GET", b"HEAD") and request.path != ABORT
             if orders and not self.takes_orders:
                 raise OrderRefusal(503, _TAKING_OVER, headers=[(b"retry-after", b"1")])

@@ -24,9 +24,9 @@ class KvCapacity:
     Attributes:
         prefiller_tokens: KV tokens that each prefiller may hold: the least that one says, times that
             share. None if none says.
-        tokens: KV tokens that fit on each rank: what is given, or the least that an engine says. None
+        tokens: KV tokens that fit on each rank: the given number, or the least that an engine says. None
             for no limit.
-        least_tokens: The least that a rank's engine says; if none says, what is given. It limits nothing.
+        least_tokens: The least that a rank's engine says, else the given number. It limits nothing.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """What administrators and discovery have made of the settings, kept for the process started next.
 
-A process that takes over reads the settings; what was ordered and found since then is in none of them.
+A process that takes over reads the settings, which lack the orders and the found engines since then.
 With --roster-state it outlives the proxy.
 """
 
@@ -63,7 +63,7 @@ class OrderStore:
         self._has_groups = self._unwritten = self._suspended = self._handed_over = False
 
     def load(self, group: str) -> bytes:
-        """Return what was kept of a group last; empty for nothing. Raises OSError or ValueError."""
+        """Return the last kept state of a group; empty for none. Raises OSError or ValueError."""
         if group != _ALONE:
             return _encoded(self._groups().get(group, b""))
         return _encoded(self._parts[_ALONE]) if _ALONE in self._parts else self._read()
@@ -109,7 +109,7 @@ class OrderStore:
         return True
 
     def suspend(self) -> None:
-        """Write nothing while another process begins with what is there."""
+        """Write nothing while another process begins with the present state."""
         self._suspended = True
 
     def resume(self) -> None:
@@ -161,7 +161,7 @@ def _encoded(part: bytes | Callable[[], Struct]) -> bytes:
 
 
 def ordered_state(store: OrderStore | None, group: str, settings: OrderedState) -> OrderedState:
-    """Return what was kept of a group, else the settings; of other settings the engines that were found."""
+    """Return the kept state of a group, else the settings; with other settings, those and the found engines."""
     try:
         data = b"" if store is None else store.load(group)
         kept = decode(data, type=OrderedState) if data else settings

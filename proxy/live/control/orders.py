@@ -1,4 +1,4 @@
-"""What administrators send: the JSON of an order, and what is in it."""
+"""What administrators send: the JSON of orders."""
 
 import json
 from collections.abc import Mapping

@@ -119,7 +119,7 @@ def begin(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> 
 
 @contextmanager
 def answering(reply: Reply) -> Iterator[None]:
-    """Turn what is raised into an error answer."""
+    """Turn an exception into an error answer."""
     try:
         yield
     except OrderRefusal as error:
@@ -141,7 +141,7 @@ def send_json(reply: Reply, status: int, value: object) -> None:
 
 
 def saying(say: Callable[[HttpRequest], object]) -> Callable[[HttpRequest, Reply], None]:
-    """Return what answers a request at once, with what is said."""
+    """Return a handler that answers a request at once, with the value of `say`."""
     return lambda request, reply: send_json(reply, 200, say(request))
 
 

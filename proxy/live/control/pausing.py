@@ -5,9 +5,9 @@ VLLM_SERVER_DEV_MODE=1. Here an order is about all engines, and about requests t
 that wait before their prefill, and those whose KV cache waits for a rank.
 
 * Paused, no prefill starts. A new request waits in the queue, with its limits.
-* `wait` lets end what has a prefill, and then pauses the engines.
-* `abort` ends at once what is on no engine, with an error, and has the engines abort the rest: these
-  answers end with the finish reason `abort` and what they had so far. What an engine does not end in
+* `wait` lets requests end that have begun their prefill, and then pauses the engines.
+* `abort` ends at once requests on no engine, with an error, and has the engines abort the rest: these
+  answers end with the finish reason `abort` and their text so far. One that an engine does not end in
   time, as it does not answer or has no such route, ends with an error, and the connection to it with
   that, for which engines abort a request too. So every answer ends, and once.
 * `keep` is refused: a stream that stands still, and a KV cache under a lease, have time limits.
@@ -62,7 +62,7 @@ class Site(Protocol):
     fetcher: Fetcher
 
     def ordered(self) -> None:
-        """Keep what was ordered."""
+        """Keep the orders in the store."""
 
 
 class Pausing:
@@ -78,13 +78,13 @@ class Pausing:
     async def pause(
         self, mode: str, *, clear_cache: bool, engines: bool, limit_s: float
     ) -> dict[str, object]:
-        """Start nothing from now on; then end what runs, or wait for its end.
+        """Start nothing from now on; then end running requests, or wait for their end.
 
         Args:
             mode: One of `MODES`.
             clear_cache: Passed on to the engines.
             engines: Whether the engines are asked to pause, too.
-            limit_s: How long to wait for what runs.
+            limit_s: How long to wait for running requests.
 
         Returns:
             The status, how many requests were aborted, and what each engine answered.
@@ -176,7 +176,7 @@ class Pausing:
     async def _stop(
         self, mode: str, path: str, limit_s: float, *, timeout_s: float | None = None
     ) -> dict[str, object]:
-        """Start nothing from now on, end what runs or wait for its end, and post an order to engines."""
+        """Start nothing from now on, end running requests or wait for them, and post an order to engines."""
         self._hold(held=True)
         if mode == "abort":
             return await self._abort(path or "/abort_requests", timeout_s=timeout_s)
@@ -257,7 +257,7 @@ async def _post(
 
 
 def _read(body: bytes) -> object:
-    """Return what an engine's JSON says; None for what is none, or could not be written again."""
+    """Return the value of an engine's JSON; None if it is invalid, or could not be written again."""
     try:
         said: object = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -194,7 +194,7 @@ class Roster:
         self.pairing = pairing
         self.memory = memory
         self.endpoints: dict[str, Endpoint] = {}
-        # What was said of each engine that is not removed.
+        # The server of each engine that is not removed, with its settings.
         self.servers: dict[Target, PrefillServer | DecodeServer] = {}
         # The decode servers that have not reported their ranks yet.
         self.silent: list[DecodeServer] = []
@@ -649,7 +649,7 @@ def _undiscovered(url: EngineUrl, error: FetchError) -> ConfigError:
 
 
 async def _remove_idle(roster: Roster) -> None:
-    """Forget what is to be removed and has no request, now and every quarter of a second."""
+    """Forget instances that are to be removed and have no request, now and every quarter of a second."""
     while roster.removing:
         roster.remove_idle(roster.removing)
         if roster.removing:

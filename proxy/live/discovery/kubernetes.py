@@ -102,7 +102,7 @@ class Slices:
         return True
 
     def view(self) -> View:
-        """Return the engines. What is not as it should be in a slice is left out."""
+        """Return the engines, without the malformed entries of slices."""
         return self._found.copy()
 
     def _put(self, name: str, engines: list[tuple[str, Found]]) -> None:

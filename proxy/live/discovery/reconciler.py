@@ -29,7 +29,7 @@ from balanceroute.proxy.live.engines.engine_url import FetchError
 from balanceroute.proxy.live.engines.instances import Target
 
 _log = logging.getLogger(__name__)
-# Between two looks at what is missing or may be removed, and at least between any two.
+# Between two looks at engines that are missing or may be removed, and at least between any two.
 _STEP_S, _PAUSE_S = 0.5, 0.05
 # Until an engine that did not answer is asked again, or longer: so many are asked again in a second.
 _RETRY_S, _RETRIES_IN_S = 1.0, 100
@@ -100,7 +100,7 @@ class Reconciler:
                     continue
 
     def step(self) -> "list[Found]":
-        """Drain, remove, take back and add what is due; return the engines to ask now."""
+        """Drain, remove, take back and add the engines that are due; return those to ask now."""
         view = self._view()
         present = set(self._engines.targets())
         ordered_away = self.owned - present

@@ -53,7 +53,7 @@ class Misfit:
     """One difference between a prefiller and a decode engine."""
 
     what: str  # The two values, decode's first.
-    why: str  # What follows.
+    why: str  # The consequence.
     refused: bool  # Whether the pair cannot work.
 
     def __str__(self) -> str:

@@ -241,7 +241,7 @@ def _samples(page: bytes, name: bytes, *, largest: float) -> Iterator[tuple[str,
 
 
 def _lines(page: bytes, name: bytes) -> Iterator[bytes]:
-    """Yield what follows a metric's name on each of its lines, which begin after a newline."""
+    """Yield the text behind a metric's name on each of its lines, which begin after a newline."""
     found = 0
     start = page.find(b"\n" + name)
     while start >= 0:
@@ -259,7 +259,7 @@ def _lines(page: bytes, name: bytes) -> Iterator[bytes]:
 
 
 def _sample(line: bytes, largest: float) -> tuple[str, float]:
-    """Read what follows a metric's name on its line.
+    """Read the text behind a metric's name on its line.
 
     Raises:
         ValueError: It is not a sample, or one that cannot be true.

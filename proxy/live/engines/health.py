@@ -64,7 +64,7 @@ class HealthSettings:
 
 @dataclass(frozen=True, slots=True)
 class HealthState:
-    """What is known of one instance."""
+    """The known state of one instance."""
 
     target: Target
     up: bool

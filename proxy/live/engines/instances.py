@@ -274,7 +274,7 @@ class Instances:
         self._found = [0, 0]
 
     def of(self, target: Target) -> list[Prefiller] | list[Rank]:
-        """Return what runs on an instance that health checks watch, or ran there."""
+        """Return the prefillers or ranks of an instance that health checks watch, removed ones too."""
         if target.role is Role.PREFILL:
             for prefiller in self.prefillers[self._found[0] :]:
                 self._prefillers_of.setdefault(prefiller.target, []).append(prefiller)
@@ -291,7 +291,7 @@ class Instances:
     def bring_back(
         self, target: Target, names: Sequence[str], endpoint: Endpoint, *, asked: bool
     ) -> bool:
-        """Have what was removed at an address begin anew there; return whether it is the same.
+        """Take back the removed prefiller or ranks at an address; return whether they are the same.
 
         So the numbers do not grow while engines come and go at the same addresses.
 

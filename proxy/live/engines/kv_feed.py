@@ -169,7 +169,7 @@ _DIGEST_BYTES = 16
 
 
 class KvFeed:
-    """What is known of one engine's stream. It does no IO.
+    """The state of one engine's stream. It does no IO.
 
     Args:
         engine: Whose stream it is: its number in `blocks`.

@@ -1,7 +1,7 @@
 """Subscribes to the KV cache events of prefillers over ZeroMQ. Needs the extra `kv-events`.
 
-Nothing that is sent takes more memory than the limits here: messages are cut off by size, and queues by
-number. What is lost by that is noticed by its number; see `KvFeed`.
+Limits here bound the memory: of the size of messages, and of their number in queues. `KvFeed` notices a lost
+message by its number.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class _Subscriber:
         subscriber.connect(self._source.events)
         try:
             while self._source.is_wanted():
-                # Of the monitor first: what comes after a reconnection may be of another engine.
+                # The monitor first: messages after a reconnection may come from another engine.
                 ready = dict(await poller.poll(1_000))
                 if monitor in ready:
                     await self._changed(await recv_monitor_message(monitor))

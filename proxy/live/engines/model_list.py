@@ -26,7 +26,7 @@ class ServedModel:
 
 
 class ModelList:
-    """What is known of the models of each engine that is up."""
+    """The known models of each engine that is up."""
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
@@ -37,7 +37,7 @@ class ModelList:
         self._longest: dict[str, int] = {}
 
     def update(self, known: Mapping[Target, tuple[ServedModel, ...]]) -> None:
-        """Take in what is known now. It is kept, and may change until the next update."""
+        """Keep what is known now; the caller may change it until the next update."""
         self.known = known
         self._longest = self._find_longest()
         self.adapters = frozenset(one.name for one in self._all() if one.parent is not None)
@@ -135,7 +135,7 @@ class ServedModels:
 
     Args:
         fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
-        changed: Called with what is known, after every round of reading.
+        changed: Called with the known models, after every round of reading.
     """
 
     def __init__(

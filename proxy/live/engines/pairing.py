@@ -294,7 +294,7 @@ class Pairing:
         self._changed()
 
     def _doubt(self, target: Target, served: Sequence[ServedModel], metrics: bytes) -> None:
-        """Note what an engine's pages say against its place, and log what is new of it."""
+        """Note the doubts that an engine's pages raise about its place, and log new ones."""
         parts = self._instances.of(target)
         headers = (one.header for one in parts if isinstance(one, Rank))
         found = tuple(

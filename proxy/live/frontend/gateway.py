@@ -349,7 +349,7 @@ class Gateway:
         return self._clients.has_keys and bool(keys) and self._clients.find(headers) is not None
 
     def _known(self, head: RequestHead | HttpRequest) -> KnownHead:
-        """Return what follows from a head, by the keys that there are now."""
+        """Return the checked head, by the keys that there are now."""
         known: KnownHead | None = head.learned.facts
         if known is None or known.clients is not self._clients:
             keep_key = self._pass_authorization and self._engine_key is None

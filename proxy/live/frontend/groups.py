@@ -277,7 +277,7 @@ class Asking(Struct, eq=False):
     api: Api
     shape: Shape
     urgency: Urgency
-    known: KnownHead  # What follows from its head.
+    known: KnownHead
     headers: Headers  # The client's.
     body: RequestBody
     reply: Reply

@@ -224,7 +224,7 @@ class SingleExchange:
         assert self._prefiller is not None
         self._call = None
         if error.kind is WireFault.STALE and not self._fresh and self._request is not None:
-            self._fresh = True  # What is served so changes nothing in the engine.
+            self._fresh = True  # Such a request changes nothing in the engine.
             self.send(self._prefiller)
             return
         target, fault = self._prefiller.target, fault_of(error)

@@ -98,7 +98,7 @@ class Refusals:
     """Answers, counts and logs refused requests.
 
     Args:
-        allowances: Returns what is left of a tenant's rates.
+        allowances: Returns the rest of a tenant's rates.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Refusals:
         request_id, unkept_id, endpoint, agent, tenant = "", "", "", "", ""
         if head is not None:
             request_id, unkept_id = client_request_id(head.headers)
-            # What follows is the secret that authorises a hand-off.
+            # The rest of the path is the secret that authorises a hand-off.
             path = exact_path(head.path)
             known = METASERVER_PATH if path.startswith(METASERVER_PATH) else path
             endpoint = known.decode("latin-1")
@@ -186,7 +186,7 @@ class Refusals:
         retry_s: int | None = None,
         for_good: bool = False,
     ) -> None:
-        """Refuse a request; `param` names what is wrong of it. `for_good` as in `ClientAnswer.fail`."""
+        """Refuse a request; `param` names its wrong member. `for_good` as in `ClientAnswer.fail`."""
         headers = [(b"x-request-id", record.request_id.encode())]
         if retry_s is not None:
             headers.append((b"retry-after", b"%d" % retry_s))
@@ -215,7 +215,7 @@ class Refusals:
         self.refuse(reply, record, refusal.status, refusal.reason, retry_s=retry_s)
 
     def add_allowances(self, reply: Reply, record: RequestRecord) -> None:
-        """Have the answer say what is left of a tenant's rates."""
+        """Add the rest of a tenant's rates to the answer's headers."""
         allowances = self._allowances(record.tenant)
         reply.more_headers = allowance_headers(allowances) if allowances else []
 

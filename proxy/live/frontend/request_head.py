@@ -268,7 +268,7 @@ def urgency_of(
 
 
 def allowance_headers(allowances: Mapping[str, Allowance]) -> Headers:
-    """Return what is left of a tenant's rates, in OpenAI's headers.
+    """Return the rest of a tenant's rates, in OpenAI's headers.
 
     Source: https://platform.openai.com/docs/guides/rate-limits, "Rate limits in headers".
     """
@@ -406,10 +406,10 @@ def _is_short(body: RequestBody, name: str) -> bool:
     return 0 < len(body.value_text(name)) <= _MOST_BYTES
 
 
-# What follows from the head of a request alone, which is worked out once for all that repeat it.
+# Checks of the head of a request alone, made once for all that repeat it.
 #
 # Most clients repeat a head with every request of a connection, except for the length of the
-# body. What is kept says nothing of that length, and nothing of limits or loads, which change.
+# body. The kept result does not depend on that length, nor on limits or loads, which change.
 
 UNAUTHORISED = Rejection(401, "Unauthorized", ((b"www-authenticate", b"Bearer"),))
 # Headers that few requests have, and that are read for each of these.

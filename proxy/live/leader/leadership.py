@@ -5,8 +5,8 @@ write was sent, by this process's clock, which goes on while the process or the 
 no clock of another machine and no silence prolongs it. Another process takes over a whole duration after it saw
 the last change, and it saw none before it was sent. So no two terms overlap.
 
-Beyond its term a process gives nothing to engines. What runs there goes on. What waits, waits on for as
-long as no other process is known to lead; then it ends with an error.
+Beyond its term a process gives nothing to engines. Requests that run there go on. Waiting ones wait on for
+as long as no other process is known to lead; then they end with an error.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _TERM, _EXCHANGE, _BETWEEN = 2 / 3, 1 / 3, 1 / 6
 # So that several that follow do not ask together.
 _JITTER = 0.2
 _SOON_S = 0.005
-# How long a process that resigns goes on with what waits, while none leads.
+# How long a process that resigns goes on with waiting requests, while none leads.
 _LAST_S, _LOOK_S = 1.0, 0.02
 _HAND_OVER_S = 0.1
 
@@ -227,7 +227,7 @@ class Leadership:
         self._leader = self._store.name
         if not (self._led and goes_on):
             # Another one may have decided until now. What it gave to engines is not in the books here.
-            with suppress(TimeoutError):  # What is not known by then is as it was read last.
+            with suppress(TimeoutError):  # Other loads stay as read last.
                 async with asyncio.timeout(self._exchange_s):
                     await asyncio.gather(*(group.read_loads() for group in self._groups()))
             if self._clock() >= self._held_s or self._retired:
@@ -251,7 +251,7 @@ class Leadership:
         self._bar(barred=False)
 
     def _lapsed(self) -> None:
-        """Let what waits wait, unless the term is longer by now."""
+        """Have waiting requests wait, unless the term is longer by now."""
         self._lapse = None
         if self._clock() >= self._until_s:
             self._bar(barred=True)
@@ -274,7 +274,7 @@ class Leadership:
         self._end_waiting()
 
     def _end_waiting(self) -> None:
-        """End what waits where another process leads: its clients may ask that one."""
+        """End waiting requests, as another process leads: their clients may ask that one."""
         if not self._led:
             reason = self._reason()
             for group in self._groups():
@@ -295,7 +295,7 @@ class Leadership:
     # The end, and hand-overs.
 
     async def retire(self) -> None:
-        """Go on with what waits, for a second at most, and then give the leadership up."""
+        """Go on with waiting requests, for a second at most, and then give the leadership up."""
         end_s = self._clock() + _LAST_S
         while self._led and not self._resigned and self._waits() and self._clock() < end_s:  # noqa: ASYNC110 - no event says so.
             await asyncio.sleep(_LOOK_S)
@@ -333,7 +333,7 @@ class Leadership:
                 await self._began_to_lead.wait()
 
     def resign(self) -> None:
-        """Leave the leadership to a process that has taken over. What waits here is decided about still."""
+        """Leave the leadership to a process that has taken over. This one still decides about its waiting requests."""
         self._resigned = True
         self._store.close()
 

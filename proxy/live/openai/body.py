@@ -190,7 +190,7 @@ class RequestBody:
         )
 
     def hash_in_slices(self) -> Generator[None, None, None]:
-        """Hash what is hashed of the large members, yielding every few milliseconds."""
+        """Hash the large members, as far as they are hashed, yielding every few milliseconds."""
         parts = [(begin, end) for begin, _, end in self._places.values()]
         for summary in self._summaries.values():
             parts += [*summary.heads, summary.middle]

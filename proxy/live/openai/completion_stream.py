@@ -143,7 +143,7 @@ class CompletionStream(StreamReader):
             ids.counts = counts
         self._expensive = expensive
         self._may_abort = may_abort
-        self._has_begun = False  # Nothing but openings came so far: they wait for what follows.
+        self._has_begun = False  # Only openings came so far: they wait for the next event.
         self._awaits_total = asks_total
         self._last: dict[str, Any] = {}  # The event that ended the last sequence.
         self.finished = 0

@@ -2,8 +2,8 @@
 
 The prompt of the request that continues is the ids of the first one's prompt and of the answer so far.
 `/v1/completions` alone takes ids, so a chat goes on there, and its events are written as a chat's
-(`continuation_stream.py`). Only what is known to mean the same there is continued: every member of the
-body stands in one of the lists below.
+(`continuation_stream.py`). A request is continued only if every member of its body is known to mean the
+same there, or to be of no use: each stands in one of the lists below.
 
 Not continued is what begins anew with each request in vLLM: grammars, penalties that count the output,
 parsers of tool calls and reasoning. Echoes and a client's own wish for ids would have to be put together.

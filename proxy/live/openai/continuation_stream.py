@@ -280,7 +280,7 @@ class _Repeating(StreamReader):
         return self._pass(super().read(event))
 
     def release(self) -> bytes:
-        """Return what waits, unless the client has it."""
+        """Return the waiting events, unless the client has them."""
         return self._pass(super().release())
 
     def flush(self) -> bytes:

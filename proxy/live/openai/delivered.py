@@ -204,7 +204,7 @@ class DeliveredChoices(Delivered):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ahead: dict[int, list[bytes]] = {}  # What waits, of each choice.
+        self._ahead: dict[int, list[bytes]] = {}  # Events that wait, of each choice.
 
     def begin_again(self) -> None:
         super().begin_again()
@@ -258,7 +258,7 @@ class DeliveredChoices(Delivered):
         return b"".join(going_on)
 
     def _may_wait(self, index: int, new: Mapping[str, Any]) -> bool:
-        """Return whether what is new of a choice is of text, and what still comes again is not, or the reverse."""
+        """Return whether the new part of a choice is text, and the part yet to be repeated is not, or the reverse."""
         if new.get(_FINISH) is not None or len(self._ahead[index]) > _MOST_AHEAD:
             return False
         left = {place[0] in _BESIDE for place, one in self._grown[index].items() if one.left()}
@@ -339,7 +339,7 @@ class DeliveredChoices(Delivered):
 
 
 def _constant(name: str | int, value: str) -> str:
-    """Return what is the same in each run of a member that is said once."""
+    """Return the part of a member written once that is the same in each run."""
     return "" if name == "id" else value
 
 

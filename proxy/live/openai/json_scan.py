@@ -54,7 +54,7 @@ class PromptSummary(Struct):
 
     @property
     def middle(self) -> tuple[int, int]:
-        """What is behind the first elements and before the last one, in bytes of the body."""
+        """The place between the first elements and the last one, in bytes of the body."""
         begin = self.heads[-1][1] if self.heads else 0
         return begin, max(begin, self.last)
 

@@ -251,7 +251,7 @@ def read_prefill_answer(
     Raises:
         BadPrefillAnswerError: It is no JSON object with an answer and usage.
     """
-    if not body.isascii():  # What is not read yet is not looked at, and may be read.
+    if not body.isascii():  # Members that are not parsed here must be valid UTF-8 too.
         _check_text(body)
     read, params, params_text = _parse(body)
     usage = read.usage
@@ -364,8 +364,8 @@ def _parse_leniently(body: bytes) -> dict[str, Any]:
 #
 # The prefill leg asks for one token, so an answer that is too long would be found out by the
 # decode rank, with the KV cache already on a prefiller. Of a prompt of token ids that is known
-# before, of a text once a prefiller has counted it. Only what is certain is refused, in the words
-# of vLLM 0.32 (`TokenizeParams`); everything else is for the engines to judge.
+# before, of a text once a prefiller has counted it. The proxy refuses only certain cases, in the
+# words of vLLM 0.32 (`TokenizeParams`); the engines judge all other ones.
 
 
 def refuse_if_too_long(api: Api, body: RequestBody, max_model_len: int) -> None:

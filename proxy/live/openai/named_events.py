@@ -132,7 +132,7 @@ class NamedEventStream(StreamReader):
         may_abort: Callable[[], bool],
     ) -> None:
         super().__init__(resumes=resumes)
-        self._closing = b""  # What waits.
+        self._closing = b""  # Events that wait.
         self._complete = False
         self._usage = usage
         self._hands_back = hands_back
@@ -153,7 +153,7 @@ class NamedEventStream(StreamReader):
 
     @property
     def waits(self) -> bool:
-        """Whether what opens the answer, or closes a part of it, waits for what follows."""
+        """Whether an event that opens the answer, or closes a part of it, waits for the next one."""
         return bool(self._closing) or super().waits
 
     def release(self) -> bytes:

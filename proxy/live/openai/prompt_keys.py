@@ -98,7 +98,7 @@ def prompt_keys(api: Api, body: RequestBody) -> tuple[int, ...]:
 
 
 def _hash_of_members(api: Api, body: RequestBody, names: Iterable[str]) -> blake2b:
-    """Return what has hashed the members that are given, and goes on with what is behind them."""
+    """Return a hash of the members that are given, for the caller to update further."""
     hasher = blake2b(api.value.encode(), digest_size=_BYTES)
     for name in names:
         if body.is_given(name):

@@ -506,7 +506,7 @@ class TokenEstimate:
         return max(1, min(tokens, _MOST_TOKENS // shape.sequences))
 
     def learn(self, shape: "Shape", prompt_tokens: int) -> None:
-        """Take note of a prompt that was counted, unless its text is not what was counted."""
+        """Learn from the count of a prompt, unless the count is not of its text alone."""
         if shape.prompt_tokens is not None or shape.prompt_data:
             return
         ratio = shape.prompt_characters / prompt_tokens

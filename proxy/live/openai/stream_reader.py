@@ -47,7 +47,7 @@ class StreamOpening:
         self.waits = False
 
     def begin(self, event: bytes) -> bytes:
-        """Return an event with what was held before it; empty stays empty."""
+        """Return an event with the held ones before it; empty stays empty."""
         if self.begun or not event:
             return event
         self.begun, self.waits = True, False
@@ -68,7 +68,7 @@ class StreamOpening:
         return b""
 
     def release(self) -> bytes:
-        """Return what is held, as nothing has come behind it for a while."""
+        """Return the held events, as nothing has come behind them for a while."""
         self.begun, self.waits = True, False
         return b"".join(self._held)
 
@@ -134,11 +134,11 @@ class StreamReader:
 
     @property
     def waits(self) -> bool:
-        """Whether something waits for what follows."""
+        """Whether something waits for the next event."""
         return self._opening.waits
 
     def release(self) -> bytes:
-        """Return what waits, as nothing has come behind it for a while."""
+        """Return the waiting events, as nothing has come behind them for a while."""
         return self._opening.release()
 
     @property
@@ -153,7 +153,7 @@ class StreamReader:
 
     @property
     def repeating(self) -> bool:
-        """Whether what comes is left out, as the client has it."""
+        """Whether the reader leaves out what comes, as the client has it."""
         return False
 
     @property
@@ -200,7 +200,7 @@ class StreamReader:
             self.comparison = None
 
     def flush(self) -> bytes:
-        """Return what is held for an event that does not come."""
+        """Return the held events, as the one they wait for does not come."""
         return b""
 
     def ending(self) -> bytes | None:
@@ -234,7 +234,7 @@ class StreamReader:
 
 
 class RepeatedText(Struct, eq=False):
-    """What comes first in an answer, and is left out."""
+    """The beginning of an answer that the reader leaves out."""
 
     left: str = ""  # What of the text has yet to come.
     tokens: int = 0  # Of how many tokens the log-probabilities have.

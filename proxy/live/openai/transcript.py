@@ -90,7 +90,7 @@ class Transcript:
         sequences: Of the answer; the text of several is not kept, nor of 0, which stands for other events.
 
     Attributes:
-        text: What was emitted, in order; None if text cannot carry it (tool calls, reasoning).
+        text: The emitted text, in order; None if text cannot carry the answer (tool calls, reasoning).
         withheld: The event with text that came only when the rank handed the request back. It is
             the client's if the answer goes on; empty if there was none.
     """

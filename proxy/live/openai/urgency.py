@@ -75,7 +75,7 @@ def urgency(headers: Headers) -> int:
 
 
 def unreadable_deadline(headers: Headers) -> str | None:
-    """Return what is wrong with a header of a deadline, beginning with its name; None if nothing is."""
+    """Return the error of a header of a deadline, beginning with its name; None if it is right."""
     for name in (FIRST_TOKEN_DUE, ANSWER_DUE):
         values = [value for one, value in headers if one == name]
         if values and (len(values) > 1 or _read_ms(values[0]) is None):

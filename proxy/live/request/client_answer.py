@@ -76,7 +76,7 @@ class ClientAnswer:
         self.reply.start(status, [*stream_headers(headers), self._name])
 
     def comment(self, headers: Headers, data: bytes) -> None:
-        """Send what is no part of the answer; the first begins the stream, whatever comes of it."""
+        """Send a comment, which is no part of the answer; the first begins the stream, even if it fails."""
         if self.opened:
             self.reply.write(data)
         elif not self.reply.closed:

@@ -94,7 +94,7 @@ class DecodeAttempt(Attempt):
 
     Attributes:
         hands_back: Whether the engine may give the request back: decode ranks alone do.
-        stream: What comes; None if the answer is not streamed, or the attempt is over.
+        stream: Reads the answer; None if it is not streamed, or the attempt is over.
     """
 
     __slots__ = (
@@ -557,7 +557,7 @@ def _stop_asking(engine: Prefiller | Rank) -> None:
 def _count_stream(session: Session, stream: Relay) -> None:
     record = session.record
     if session.answer.opened:
-        # What came since may have been the first token again, or all that there was.
+        # The tokens since may be the first token again, or all that there were.
         before = int(record.early_first_token)
         if session.emitted.delivered is not None:
             before = record.output_tokens

@@ -297,7 +297,7 @@ class Recovery(Struct, eq=False):
     def foresee(
         self, leg: Leg, engine: Prefiller | Rank, api: Api, now_s: float
     ) -> Retry | Failure | None:
-        """Return what is known of an attempt before it is made.
+        """Return the outcome of an attempt if it is known beforehand.
 
         Returns:
             How to go on, if the engine is known to lack the route; its failure, if it is the earliest of

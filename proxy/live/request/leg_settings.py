@@ -118,7 +118,7 @@ class LegRetries:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerLimit:
-    """What is accepted from an engine."""
+    """The limit of the size of an answer."""
 
     answer_limit_bytes: int = integer(
         256 << 20, "size of an answer that is not streamed", 1 << 10, 1 << 40

@@ -297,7 +297,7 @@ class PrefillAttempt(Attempt):
         """Return whether a complete answer is one to what the client asked."""
         api = self._session.shape.api
         if api is Api.RESPONSES:
-            return False  # It repeats what was asked for, and this leg asked for less.
+            return False  # It repeats the request, and this leg asked for less.
         if api is not Api.MESSAGES:
             return True
         return not self._rank_draws_anew() and is_message(answer.message)

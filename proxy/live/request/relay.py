@@ -277,7 +277,7 @@ class Relay:
             self._lent.stop()
 
     def _lend(self) -> None:
-        """Have the pump move what follows, once the engine has waited a few times."""
+        """Have the pump move the next events, once the engine has waited a few times."""
         self._waits += 1
         if self._waits < _WAITS:
             return
@@ -323,7 +323,7 @@ class Relay:
         self.takes_lines = self._plain and not self._scanner.tail
 
     def release(self, now_s: float) -> None:
-        """Send on what waits for what follows, if nothing has come behind it for a while."""
+        """Send on events that wait for the next one, if none has come for a while."""
         if self.reader.waits and not self._over and now_s >= self.last_s + _WAITS_S:
             waited = self.reader.release()
             if waited:
@@ -387,10 +387,10 @@ class Relay:
         return True
 
     def _read_rest(self) -> None:
-        """Read what came behind the last blank line, if the blank line is all that it lacks.
+        """Read the data behind the last blank line, if only a blank line is missing at its end.
 
         Browsers leave such an event out, and so do OpenAI's clients; those that read line by line take it.
-        With its blank line all take it. What holds only a part of an object is none.
+        With its blank line all take it. Data with only a part of an object is no event.
         """
         events = self._scanner.end()
         rest = self._scanner.rest()
@@ -417,7 +417,7 @@ class Relay:
             self.gap_max_s = gap_s
 
     def _read(self, events: list[bytes], passed: list[bytes]) -> None:
-        """Have each event read, and send on those that are the client's, behind what is to be passed."""
+        """Have each event read, and send on those that are the client's, behind `passed`."""
         now_s, reader = self._clock(), self.reader
         if not self.started:
             events = self._pass_remarks(events)
@@ -458,7 +458,7 @@ class Relay:
             self._owner.stream_error_first(reader.first_error)
 
     def _pass_remarks(self, events: list[bytes]) -> list[bytes]:
-        """Pass on what comes before anything of the answer; return the rest."""
+        """Pass on comments before the answer; return the rest."""
         for place, event in enumerate(events):
             if not self.reader.is_remark(event):
                 return events[place:]

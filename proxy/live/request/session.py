@@ -203,7 +203,7 @@ class Attempt(Work):
             self._again = None
 
     def wait(self, delay_s: float, again: Callable[[], None]) -> None:
-        """Begin what comes next after a while. Until then the request is bound as it was."""
+        """Call `again` after a while. Until then the request is bound as it was."""
         self._again = self._session.context.call_later(delay_s, again)
 
     def fail(self, failure: Failure) -> None:
@@ -212,9 +212,9 @@ class Attempt(Work):
         self.close()
 
     def _send_again(self, error: WireError) -> bool:
-        """Send once more what was lost with a reused connection, on a new one; return whether it is sent.
+        """Send a leg that was lost with a reused connection once more, on a new one; return whether it is sent.
 
-        For legs that nothing is lost by if they were done twice.
+        For legs that an engine may do twice without harm.
         """
         if error.kind is not WireFault.STALE or self._sent_again:
             return False
@@ -266,7 +266,7 @@ class Session:
 
     Args:
         headers: The lines of every engine leg.
-        record: What is known of it, kept up to date.
+        record: Its record, kept up to date.
 
     Attributes:
         kv: What a prefiller left for the rank; None before, and once a rank has it.
@@ -303,7 +303,7 @@ class Session:
         self.abort_ordered = False
         # Whether a rank decodes it; else a prefiller does the whole request.
         self.decodes = ticket.decode
-        # Of an answer that may go on elsewhere, what is kept for it; None if none may.
+        # Keeps what an answer needs to go on elsewhere; None if it may not.
         self.resuming = None if host.context.resuming is None else host.context.resuming()
         self.emitted: Emitted = self.resuming or Emitted()  # What earlier bindings emitted.
         # What the prefill leg reported of its prompt; None if it reported nothing.
@@ -573,7 +573,7 @@ class Session:
         self._end(None, OK)
 
     def recomputed(self, *, elsewhere: bool, anew: bool = False) -> None:
-        """Prefill again with what was emitted, and go on; without, the next answer starts afresh."""
+        """Prefill again with the emitted tokens, and go on; without, the next answer starts afresh."""
         if not self.decodes:
             self.host.feed(self._prefiller_lost())
             return

@@ -59,7 +59,7 @@ SUSPECTED = "poison"
 _TOGETHER_S = 0.5
 # Wait this long for the other requests on a dead engine before deciding which prompt is refused.
 _SETTLED_S = 0.1
-# vLLM's server answers for some seconds after its engine has died: what comes then did not kill it.
+# vLLM's server answers for some seconds after its engine has died: a request of that time did not kill it.
 _DEAD_S = 10.0
 _KEY_BYTES = 32
 _HASH_BYTES = 16
@@ -230,8 +230,8 @@ class Suspects:
         at_s, known = report.died_s, self._latest.get(report.target)
         first = self._first_of.get(report.group)
         if first is not None and first.target != report.target and at_s < first.at_s + _DEAD_S:
-            # What was on it may be the cause if all ended in one moment. Later it ended with that one,
-            # whatever it was sent.
+            # Its requests may be the cause if both engines ended in one moment. One that ended later did so
+            # because the first had, whatever its requests were.
             at_once = at_s < first.at_s + _TOGETHER_S and report.sent_s < first.at_s
             return first if at_once else None
         if known is not None:
@@ -508,8 +508,8 @@ class StallWatch:
         clock: The machine's uptime, which counts what the loop's clock does not: a suspended machine.
 
     Attributes:
-        woke: Whether the last tick was the first after a standstill: what came meanwhile has yet to be
-            read, so nothing is overdue. Not twice in a row: a loop may be late for ever.
+        woke: Whether the last tick was the first after a standstill: the loop has yet to read the data of
+            that time, so nothing is overdue. Not twice in a row: a loop may be late for ever.
     """
 
     def __init__(self, interval_s: float, clock: Callable[[], float]) -> None:
@@ -527,12 +527,12 @@ class StallWatch:
         stood_still = now_s - self._ticked_s > self._late_s
         self.woke = stood_still and not self.woke
         if stood_still:
-            # What waited is read after the timers that came due: for a while nothing counts as new.
+            # The loop reads waiting data after due timers: for a while no data counts as new.
             self._stalled_s, self._over_s = self._ticked_s, now_s + self._late_s
         self._ticked_s = now_s
 
     def waiting_since_s(self) -> float:
-        """Return since when what is read now may have been here, by the clock."""
+        """Return since when data that is read now may have been here, by the clock."""
         now_s = self._clock()
         if now_s - self._ticked_s > self._late_s:
             return self._ticked_s

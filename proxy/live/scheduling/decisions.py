@@ -97,7 +97,7 @@ _FREEING = frozenset(
         RequestRecomputed,
         RankOpened,
         ForeignLoad,
-        # What waits for ranks that its prefiller does not fit may have to go elsewhere.
+        # A request whose prefiller does not fit the ranks any more may have to go elsewhere.
         RankClosed,
         PrefillerPaired,
     }
@@ -248,7 +248,7 @@ class Decisions:
         self._ticks.wake(0.0)
 
     def bar(self, *, barred: bool) -> None:
-        """Let what waits wait from now on, or go on: another process may decide at present."""
+        """Have waiting requests wait from now on, or go on: another process may decide at present."""
         intake = self._scheduler.intake
         if intake.barred != barred:
             intake.barred = barred
@@ -566,7 +566,7 @@ class Stranded:
         self._unready_since_s: dict[tuple[Eligible | None, bool], float] = {}
 
     def begin(self) -> None:
-        """Forget what was seen before: nothing was checked meanwhile."""
+        """Forget the earlier times: nothing was checked meanwhile."""
         self._unready_since_s.clear()
 
     def due(self, now_s: float) -> Iterator[tuple[RequestId, str]]:

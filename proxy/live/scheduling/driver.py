@@ -76,10 +76,10 @@ if TYPE_CHECKING:
 #
 # An engine that refuses connections or is silent is quarantined. What it was sent, and has not
 # begun to answer, would wait there for its own time limit, of minutes: it goes elsewhere at once,
-# as far as attempts allow, and where no other engine serves the retry budget, so that a common fault
-# of all engines makes no storm. KV caches on it are lost, and so are those of an engine that restarted under the same
-# address: what waits in the pool with one is prefilled again, at the pace at which prefillers
-# take prompts.
+# as far as attempts allow, and where no other engine serves the retry budget, so that a common
+# fault of all engines makes no storm. KV caches on it are lost, and so are those of an engine that
+# restarted under the same address: a request that waits in the pool with one is prefilled again, at
+# the pace at which prefillers take prompts.
 
 
 def sessions_on(sessions: Mapping[RequestId, Session], target: Target) -> list[Session]:
@@ -433,7 +433,7 @@ class Arrival(Struct, frozen=True):
     # Returns the lines of every engine leg, given what the engines are to call the request.
     headers: Callable[[str], bytes]
     reply: Reply
-    record: RequestRecord  # What is known of it.
+    record: RequestRecord
     refuse: Callable[[Refusal], None]  # Answers the client that it is refused.
     # Makes the session, given its number, the driver, and by name what it is about.
     make: Callable[..., Session] = Session
@@ -650,7 +650,7 @@ class Driver:
         self.feed(RequestArrived(session.number, session.ticket))
 
     def expect(self, session: Session, ticket: Ticket) -> None:
-        """Note what is known of a request by now; the scheduler keeps what it has of it."""
+        """Replace the ticket of a session; the scheduler keeps the one that it has."""
         session.ticket = ticket
         self._predict(session, ticket.prompt_tokens)
 
@@ -693,7 +693,7 @@ class Driver:
         )
 
     def end_waiting(self, reason: str) -> None:
-        """End what is on no engine; another proxy may serve it."""
+        """End the requests that are on no engine; another proxy may serve them."""
         # In this order: a request that leaves the pool makes room for the queue.
         for state in (LifecycleState.QUEUED, LifecycleState.POOLED):
             requests = self.scheduler.requests.values()

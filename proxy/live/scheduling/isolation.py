@@ -1,4 +1,4 @@
-"""What goes wrong for one request ends, or moves, that request alone.
+"""A fault in one request ends, or moves, that request alone.
 
 Exceptions of its handling stop at `Isolation`. Requests whose engines died are kept apart by `Apart`.
 """

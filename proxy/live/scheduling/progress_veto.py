@@ -60,7 +60,7 @@ class _Veto:
 
     since_s: float  # Since when it is out, or was last.
     backoff_s: float = _BACKOFF_S  # The wait before the next trial.
-    # How long the first token of a trial may take, beside what is usual.
+    # How long the first token of a trial may take, if that is more than usual.
     allowed_s: float = FLOOR_S
     ended_s: float | None = None  # When its last trial succeeded; None before.
     timer: asyncio.TimerHandle | None = None  # Of the next trial.
@@ -436,7 +436,7 @@ class ProgressVeto:
 
 
 class StreamLooks:
-    """What is seen of the ranks; see `core.steps`.
+    """Looks at the streams of the ranks; see `core.steps`.
 
     Args:
         late_s: Between two looks; after more than that this process may have stood still.
@@ -456,10 +456,10 @@ class StreamLooks:
         self._late = False
 
     def look(self) -> tuple[float, list[Sighting]]:
-        """Return the time since the last look, as far as it counts, and what is seen.
+        """Return the time since the last look, as far as it counts, and the sightings.
 
-        What came while this process stood still may be read after this look, so neither this nor the
-        next one counts.
+        This process may read data that came while it stood still after this look, so neither this nor
+        the next one counts.
         """
         now_s = self._clock()
         elapsed_s = now_s - self._looked_s

@@ -129,7 +129,7 @@ def feed_loads(
 
 # How far the ranks are, for requests whose tokens this proxy does not see: by the counters of their engines.
 
-_STALE_S = 5.0  # Of what was read that long ago nothing more follows.
+_STALE_S = 5.0  # A reading says nothing of the time beyond this.
 _EMPTY = 3  # Readings without a request until it is believed that there is none.
 
 

@@ -85,10 +85,10 @@ class ProxyConfig:
     policies: PolicySettings
     times: TimeLimits
     aimd: AimdOptions
-    legs: LegSettings  # Time limits and retries of what is sent to engines.
+    legs: LegSettings  # Time limits and retries of requests to engines.
     health: HealthSettings
     scrape: ScrapeSettings
-    limits: ServerLimits  # What is accepted from a client.
+    limits: ServerLimits
     log: LogSettings
     tracing: ExportSettings | None  # Where traces of requests go; None for nowhere.
     prefillers: tuple[PrefillServer, ...]
@@ -255,7 +255,7 @@ _OF_ONE = ("prefill", "decode", "bootstrap", "kv_events", "kv_replay", "connecto
 
 
 def check_groups(topology: "Topology", whole: "ProxyConfig") -> None:
-    """Check what is said of all groups, and that none says what is said of all.
+    """Check the settings of all groups, and that no group has one of them.
 
     Raises:
         ConfigError: A setting is in the wrong place, or cannot be with several groups.

@@ -38,8 +38,8 @@ def without_effect(given: Mapping[str, str], deployments: Sequence[ProxyConfig])
     """Return a message for each setting that was given and does nothing.
 
     Args:
-        given: What was given to all deployments: names, and what to call them.
-        deployments: Their configurations. What was given to all does nothing if it does so in none.
+        given: The settings given to all deployments: names, and what to call them.
+        deployments: Their configurations. A setting of all has no effect if it has none in any.
     """
     found = [list(_idle(one)) for one in deployments]
     shared = set(given.values())
@@ -54,7 +54,7 @@ def without_effect(given: Mapping[str, str], deployments: Sequence[ProxyConfig])
 
 
 def _idle(config: ProxyConfig) -> Iterable[tuple[str, str, str]]:
-    """Yield what was given for one deployment and does nothing: the place, what of it, and why."""
+    """Yield the settings of one deployment that do nothing: the place, the part of it, and why."""
     for row in _TABLE:
         for name in row.names.split():
             if name in config.given and row.holds(config):

@@ -149,7 +149,7 @@ def _rate(per_minute: int | None, burst: int | None) -> Rate | None:
 
 
 def _contradictions(tenants: tuple[Tenant, ...]) -> Iterator[str]:
-    """Yield what is said twice."""
+    """Yield the errors of the tenants together: names and keys that two have, for example."""
     if not tenants:
         yield "needs tenants: write [[tenant]] before each"
     for name, count in Counter(one.name for one in tenants).items():

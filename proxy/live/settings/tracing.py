@@ -139,7 +139,7 @@ class _Variables:
         return None
 
     def of_traces(self, what: str, words: tuple[str, ...]) -> str:
-        """Return what is set of exports of traces, or of all; by default the first word."""
+        """Return the setting of exports of traces, or else of all exports; by default the first word."""
         return self._word(self._name(what), words)
 
     def share(self) -> float:

@@ -4,10 +4,10 @@ Rules:
 - Names begin with `balanceroute_` and end with their unit. Where vLLM has a metric of the same
   meaning the rest of the name is vLLM's, so that a dashboard can show both.
 - A label takes few values, whatever clients send: endpoints come from a list, a model counts under
-  its own name only once an engine has answered for it, and every other label is capped. What is
-  left over is `other`.
-- What is a state (loads, queues) is read from a snapshot when Prometheus asks; what is an event is
-  pushed by the driver when it happens.
+  its own name only once an engine has answered for it, and every other label is capped. Further
+  values are `other`.
+- A state (loads, queues) comes from a snapshot when Prometheus asks; the driver counts an event
+  when it happens.
 """
 
 import platform
@@ -415,7 +415,7 @@ def _together(by_group: Mapping[str, Sequence[Metric]]) -> Iterator[Metric]:
 
 
 def _predictor_families(predictors: list[PredictorScores]) -> Iterator[Metric]:
-    """Yield the scores; what is undefined has no sample."""
+    """Yield the scores; an undefined one has no sample."""
     yield from _table(_SCORES, *predictors, labels=[{"predictor": one.name} for one in predictors])
     labels = [
         {"predictor": one.name, "decile": str(decile)}

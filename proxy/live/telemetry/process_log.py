@@ -176,10 +176,10 @@ def log_level(*, other_than: str) -> str:
 # gathers lines for `_GATHER_S` before it writes: waking it for every line costs system calls and
 # makes it compete with the event loop for the interpreter. A process that is killed loses those
 # lines. A line that finds the queue full, or that the file does not take, is dropped and counted.
-# When a full disk cuts a line, its rest is the first thing written when there is room again. If
-# something else stands behind what was cut by then, as several processes write one log, or if
-# another process was killed in the middle of a line, a newline is written first: no line is
-# joined to the piece of another.
+# When a full disk cuts a line, the thread writes its rest first when there is room again. If other
+# data follows the cut line by then, as several processes write one log, or if another process was
+# killed in the middle of a line, it writes a newline first: no line is joined to the piece of
+# another.
 
 _BATCH_LINES = 1024
 _GATHER_S = 0.05
@@ -264,7 +264,7 @@ class LineWriter:
             self._give(_REOPEN)
 
     def close(self, *, timeout_s: float) -> bool:
-        """Write what waits and close the file.
+        """Write the waiting lines and close the file.
 
         Returns:
             Whether it was done in time; if not, the thread dies with the process.
@@ -389,7 +389,7 @@ class LineWriter:
         self._reopens = False
         os.close(self._file)
         self._file, self._end = file, 0
-        # What was cut belongs to the old file.
+        # The cut line belongs to the old file.
         self._lost += self._cut != b""
         self._cut = b""
 

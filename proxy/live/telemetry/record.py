@@ -1,4 +1,4 @@
-"""What is known of one client request when it ends: the source of its log line and its metrics."""
+"""The record of one client request: the source of its log line and its metrics."""
 
 import re
 from collections import deque

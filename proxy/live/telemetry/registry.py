@@ -124,8 +124,8 @@ class Histogram:
 
     Attributes:
         bounds: Upper ends of the buckets, inclusive and ascending; a last bucket has none.
-        beside: Returns what was counted elsewhere since the last call, by bucket, and the sum of it; None for
-            nothing.
+        beside: Returns the counts made elsewhere since the last call, by bucket, and their sum; None for
+            none.
     """
 
     __slots__ = ("_counts", "_ends", "_new", "_refused", "_total", "beside", "bounds")
@@ -284,7 +284,7 @@ def family(
     labels: Sequence[dict[str, str]],
     values: Sequence[float | None],
 ) -> Metric:
-    """Return one family; what is None has no sample."""
+    """Return one family; None has no sample."""
     found = Metric(f"balanceroute_{name}", documentation, kind)
     sample_name = f"{found.name}_total" if kind == "counter" else found.name
     found.samples = [

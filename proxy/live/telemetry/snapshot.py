@@ -46,7 +46,7 @@ class RankState:
     others: int = 0  # Slots of requests that are not this proxy's, as the engine reports.
     cached_blocks: int | None = None  # As of a prefiller.
     vetoes: int = 0  # Times it was left out, as it made no tokens while other ranks did.
-    at_barrier: bool = True  # Whether its load counts in what is lost at the barrier.
+    at_barrier: bool = True  # Whether its load counts in the loss at the barrier.
     dp_group: int | None = None  # What names its data-parallel group; None if none is known.
 
 
@@ -138,7 +138,7 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class LimitsState:
-    """The settings that bound what is held. None for no bound."""
+    """The settings that bound queues and loads. None for no bound."""
 
     batch: int  # Of a rank.
     queue: int

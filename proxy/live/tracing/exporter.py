@@ -1,7 +1,7 @@
 """Traces on their way to a collector: OTLP over HTTP, as JSON (https://opentelemetry.io/docs/specs/otlp/).
 
 A request's spans are made when it has ended, and wait here until a few seconds have passed or many wait.
-So many may wait; what comes beyond that is dropped and counted, so a collector that is slow or gone
+So many may wait; the proxy drops and counts further ones, so a collector that is slow or gone
 costs some memory and nothing else.
 """
 
@@ -124,7 +124,7 @@ def _stage_spans(record: RequestRecord, trace: Trace, epoch_ns: int, state: str)
 
 
 def _more(record: RequestRecord, outcome: Outcome, trace: Trace) -> str:
-    """Return the attributes that few requests have; what is empty or 0 is left out."""
+    """Return the attributes that few requests have, without those that are empty or 0."""
     more = ""
     if record.max_tokens:
         more = _count("gen_ai.request.max_tokens", record.max_tokens)
@@ -296,7 +296,7 @@ class SpanExporter:
                     break
 
     async def close(self) -> None:
-        """Export what waits, if the collector takes it at once, and close the connection."""
+        """Export waiting spans, if the collector takes them at once, and close the connection."""
         try:
             async with asyncio.timeout(_CLOSE_S):
                 while self._fill() and await self._attempt() is None:
@@ -309,7 +309,7 @@ class SpanExporter:
         self._endpoint.close()
 
     def _fill(self) -> bool:
-        """Have something to send, which may be what was not sent yet; return whether there is any."""
+        """Fill the batch, unless an unsent one is left; return whether there is one."""
         if not self._batch:
             count = min(BATCH, len(self._waiting))
             self._batch = [self._waiting.popleft() for _ in range(count)]
@@ -320,7 +320,7 @@ class SpanExporter:
         return bool(self._batch)
 
     async def _export(self) -> None:
-        """Send what is to be sent, again if that may help."""
+        """Send the batch, again if that may help."""
         for backoff_s in _BACKOFF_S:
             asked_s = await self._attempt()
             if asked_s is None:
