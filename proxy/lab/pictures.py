@@ -1,4 +1,4 @@
-"""What all pictures have in common: their look, an empty figure, and how they become PNG files.
+"""The common parts of all pictures: their look, an empty figure, and the writing of PNG files.
 
 matplotlib is an extra, so it is imported only when a picture is drawn. Figures are drawn on canvases
 of their own, with matplotlib's defaults instead of the user's settings: the same input gives the same
@@ -33,7 +33,7 @@ _STYLE = {
 
 
 def require_matplotlib() -> None:
-    """Find out whether pictures can be drawn, before hours are spent on what they show.
+    """Find out whether pictures can be drawn, before hours of work on their data.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -28,7 +28,7 @@ class ServiceGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServiceTargets:
-    """What a request must get to count as good."""
+    """The targets of a good request."""
 
     ttft_s: float = inf  # The longest time to the first token.
     tpot_s: float = inf  # The longest mean time between tokens.
@@ -45,7 +45,7 @@ class ServiceTargets:
 
 @dataclass(frozen=True, slots=True)
 class ServiceOutcome:
-    """What became of a request that arrived in the measured time."""
+    """The outcome of a request that arrived in the measured time."""
 
     group: ServiceGroup
     finished: bool  # Whether it was answered in full.
@@ -56,7 +56,7 @@ class ServiceOutcome:
 
 @dataclass(slots=True)
 class GivenService:
-    """What a group got from the ranks in the measured time."""
+    """The service of a group by the ranks in the measured time."""
 
     requests: float = 0.0  # Requests that finished.
     tokens: float = 0.0  # Prompt tokens of the requests that joined a batch, and output tokens.

@@ -85,7 +85,7 @@ def beyond(values: int, percent: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FleetTrial:
-    """What a fleet of P prefillers and G ranks does with the load."""
+    """The figures of a fleet of P prefillers and G ranks under the load."""
 
     prefillers: int
     ranks: int
@@ -177,7 +177,7 @@ class Fleets:
         return Slo(first_ns / 1e9, deployment.step_base_ns / 1e9)
 
     def trial(self, prefillers: int, ranks: int, slo: Slo = Slo()) -> FleetTrial:
-        """Return what a fleet of this size does; it is stopped once it cannot meet `slo` any more."""
+        """Return the figures of a fleet of this size; its run stops once it cannot meet `slo` any more."""
         known = self.trials.get((prefillers, ranks))
         if known is None:
             known = self.trials[prefillers, ranks] = self._try(prefillers, ranks, slo)

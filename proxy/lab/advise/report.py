@@ -138,9 +138,9 @@ class ProxyPages(Watcher):
 
 
 def read_proxy_page(page: bytes, time_s: float) -> tuple[Look, int]:
-    """Return what a page of /metrics says of the fleet at a time, and the slots of a rank.
+    """Return the fleet's state on a page of /metrics at a time, and the slots of a rank.
 
-    What waits in the proxy counts as waiting at the engines, in equal parts. Pooled requests wait for
+    Requests that wait in the proxy count as waiting at the engines, in equal parts. Pooled requests wait for
     ranks. Those before prefill wait for prefillers if all of these have work, else for ranks: the pool
     is full.
 

@@ -1,4 +1,4 @@
-"""A fleet as it was seen: loads by rank over time, and what follows from them."""
+"""The observation of a fleet: loads by rank over time, and the figures that follow from them."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.page_client import PageClient
 
 
-# What a page of vLLM's or SGLang's metrics says of each of its data-parallel ranks.
+# The facts on a page of vLLM's or SGLang's metrics of each of its data-parallel ranks.
 
 # By our name, those of the engines: vLLM 0.32, its older names, SGLang.
 _GAUGES = {
@@ -49,7 +49,7 @@ _WANTED = tuple(name.encode() for name in METRICS)
 
 
 class PageError(BalanceRouteError):
-    """A page that does not say what an audit needs."""
+    """A page without the metrics that an audit needs."""
 
 
 class PageSample(NamedTuple):
@@ -69,7 +69,7 @@ class LengthSums:
 
 @dataclass(slots=True)
 class RankPage:
-    """What an engine reports of one rank; None for what it does not."""
+    """The figures that an engine reports of one rank; None for those that it does not."""
 
     running: float | None = None  # Requests in its batch.
     waiting: float | None = None  # Requests that wait in the engine.
@@ -81,7 +81,7 @@ class RankPage:
 
 
 def read_page(page: bytes) -> dict[str, RankPage]:
-    """Return what a page says, by rank; "0" where it names none.
+    """Return the figures of a page, by rank; "0" where it names none.
 
     Raises:
         PageError: It is none of these engines' pages, or lacks the KV tokens in use.
@@ -98,7 +98,7 @@ def read_page(page: bytes) -> dict[str, RankPage]:
 
 
 def pages_of(samples: Iterable[PageSample]) -> dict[str, RankPage]:
-    """Return what samples of one engine say, by rank; "0" where they name none.
+    """Return the figures of one engine's samples, by rank; "0" where they name none.
 
     Raises:
         PageError: They are none of these engines', or lack the running requests.
@@ -234,7 +234,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What was seen of a fleet of G ranks."""
+    """The observed figures of a fleet of G ranks."""
 
     ranks: tuple[str, ...]  # Names, G.
     prefillers: int  # P.
@@ -284,7 +284,7 @@ class Observation:
 def observe(
     looks: Sequence[Look], *, batch: int | None = None, outputs_known: bool = True
 ) -> Observation:
-    """Return what looks at the same engines say.
+    """Return the figures of looks at the same engines.
 
     `batch` is the slots of a rank, None for the most that were in use. A proxy does not report the tokens
     that its ranks generate: then `outputs_known` is false.
@@ -350,7 +350,7 @@ def _complete(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray
 
 
 def _series(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[np.float64]:
-    """Return float64[looks, ranks]; NaN for what a page lacks."""
+    """Return float64[looks, ranks]; NaN for a figure that a page lacks."""
     rows = [
         [
             getattr((look.decode if name in look.decode else look.prefill)[name], what)
@@ -383,7 +383,7 @@ def _figures_of(page: RankPage) -> set[str]:
 
 
 def _counted(counters: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return float64[looks, ranks] that never fall: what was counted since the first look.
+    """Return float64[looks, ranks] that never fall: the counts since the first look.
 
     A counter that falls began anew at 0, as its engine was restarted.
     """
@@ -405,7 +405,7 @@ def _idle_error(loads: NDArray[np.float64], steps: NDArray[np.float64]) -> float
 def _longest_prompt(
     loads: NDArray[np.float64], running: NDArray[np.float64], outputs: LengthSums
 ) -> float:
-    """Return the most that a rank's load grew between two looks, and what the mean request holds.
+    """Return the largest growth of a rank's load between two looks, and the mean request's load.
 
     A long prompt joins in the place of another request. That is right if a request runs for many looks.
     """
@@ -422,7 +422,7 @@ def _step_ms(fit: Fit, peaks: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _ended(looks: Sequence[Look], ranks: Sequence[str], what: str) -> LengthSums:
-    """Return the lengths of what ended between the first look and the last, of some engines."""
+    """Return the lengths of requests that ended between the first look and the last, of some engines."""
     result = LengthSums()
     pages = [{**look.prefill, **look.decode} for look in looks]
     for name in ranks:

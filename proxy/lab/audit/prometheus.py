@@ -159,7 +159,7 @@ def _ranks(
 
 
 def _changed(looks: list[Look]) -> list[Look]:
-    """Leave out what repeats the look before: the server has scraped nothing since."""
+    """Leave out looks that repeat the one before: the server has scraped nothing since."""
     kept = looks[:1]
     for look in looks[1:]:
         if (look.decode, look.prefill) != (kept[-1].decode, kept[-1].prefill):

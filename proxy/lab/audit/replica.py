@@ -1,4 +1,4 @@
-"""The observed load in the simulator: what each policy would make of it, in this proxy.
+"""The observed load in the simulator: the figures of each policy under it, in this proxy.
 
 The simulation gives the idle share of a policy, and how many slots it keeps busy. The time of a step follows
 from the fitted line, with the observed KV tokens: T = a + b x mean L / (1 - idle).
@@ -42,7 +42,7 @@ _OVERFLOW = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a policy would make of the load."""
+    """The figures of a policy under the load."""
 
     policy: str
     idle: float
@@ -55,10 +55,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class AuditRecovery:
-    """What the policies would make of the load."""
+    """The figures of the policies under the load."""
 
     in_flight: int  # Requests that are always under way.
-    baseline: str  # The simple policy whose idle share and busy slots are nearest to what was seen.
+    baseline: str  # The simple policy with idle share and busy slots nearest to the observed ones.
     predictions: tuple[Prediction, ...]  # Of all policies.
 
 

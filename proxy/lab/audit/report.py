@@ -1,4 +1,4 @@
-"""What an audit found, for people and as JSON."""
+"""The result of an audit, for people and as JSON."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -39,7 +39,7 @@ def lost_shares(idle: float, *, base_ms: float, step_ms: float) -> tuple[float, 
 class Audit:
     seen: Observation
     verdict: BoundVerdict
-    # What policies would recover; None if it could not be simulated.
+    # The gains of policies; None if they could not be simulated.
     recovery: AuditRecovery | None
     unknown: str = ""  # Why not; empty if it was.
 

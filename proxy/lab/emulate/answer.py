@@ -25,7 +25,7 @@ from balanceroute.proxy.lab.emulate.tokens import (
 )
 from balanceroute.proxy.wire.messages import Headers
 
-# Scripts: what the emulated model emits when it calls a function (Hermes format), or follows a
+# Scripts: the emulated model's output when it calls a function (Hermes format), or follows a
 # schema.
 #
 #     <tool_call>
@@ -150,7 +150,7 @@ _REASONING_BELOW = 16
 
 @dataclass(slots=True)
 class Delta:
-    """What one token, or several in one event, adds to a choice."""
+    """The part of a choice that one token adds, or several in one event."""
 
     text: str = ""  # The visible text; in a tool call, its name or a part of its arguments.
     channel: Channel = Channel.CONTENT  # The field that it belongs to.
@@ -245,7 +245,7 @@ class Choice:
 
     @property
     def said(self) -> str:
-        """The text, without what a stop condition cut off."""
+        """The text, up to a stop condition."""
         if self.plain:
             return "".join([TOKEN_TEXTS[token] for token in self.token_ids if token != EOS_ID])
         return self.text

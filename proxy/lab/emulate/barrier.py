@@ -109,7 +109,7 @@ class Barrier:
     def submit(self, sequence: Batched, rank: int, *, compute_ns: int = 0) -> None:
         """Queue a sequence; it joins between two steps.
 
-        `compute_ns` is what its prompt takes, within the step in which it joins.
+        `compute_ns` is the time of its prompt, within the step in which it joins.
         """
         request = RequestId(self._submitted)
         self._submitted += 1

@@ -213,7 +213,7 @@ class Engine:
         return self._url(self.bootstrap_port) if self.bootstrap_port else ""
 
     def abort(self) -> int:
-        """End what is in progress, as an aborted request ends; return how many there were."""
+        """End the requests in progress, as aborted ones; return how many there were."""
         exchanges = list(self.exchanges)
         for exchange in exchanges:
             exchange.abort()

@@ -41,7 +41,7 @@ class TokenSequence:
         self.on_end: Callable[[TokenSequence], None] | None = None
         # Called if the batch's KV cache had no room for it.
         self.on_drop: Callable[[TokenSequence], None] | None = None
-        self.late: Delta | None = None  # What is sent with the next token.
+        self.late: Delta | None = None  # To send with the next token.
         self._exchange = exchange
         self._choose_path()
 
@@ -115,7 +115,7 @@ class EngineExchange:
         self.over = False
         self.streams = request.stream
         self.kv_transfer_params: object = None  # Those of the answer.
-        # What has to be cancelled if the client leaves, by prompt or choice.
+        # The work to cancel if the client leaves, by prompt or choice.
         self.stages: dict[object, Cancel] = {}
         self.write: Callable[[bytes], None] = reply.write  # Writes one piece of a stream.
         if faults.malformed is not None:
@@ -178,7 +178,7 @@ class EngineExchange:
     def fail(self, error: ApiError | None = None) -> None:
         """End the whole answer with an error, by default that of a request which failed by itself."""
         if error is None and self.streams and self.request.chat and not self.opened:
-            self._begin()  # vLLM names the role before it looks at what came.
+            self._begin()  # vLLM names the role before it looks at the output.
         error = error or internal_error()
         self.abandon()
         if not self.streams:

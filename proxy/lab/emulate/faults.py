@@ -15,7 +15,7 @@ from balanceroute.proxy.wire.messages import Headers
 
 
 class Frozen(Enum):
-    """What the other ranks do while an engine's own do nothing.
+    """The behaviour of the other ranks while an engine's own do nothing.
 
     Its server answers all the same: an engine's core is another process.
     """
@@ -25,7 +25,7 @@ class Frozen(Enum):
 
 
 class AfterPull(Enum):
-    """What happens to a request between the pull of its KV cache and its first token.
+    """A fault of a request between the pull of its KV cache and its first token.
 
     The head of a stream was sent by then, but no byte of any other answer. The prefiller's blocks are
     free and may hold another prompt.
@@ -38,7 +38,7 @@ class AfterPull(Enum):
 
 
 class MalformedStream(Enum):
-    """What is wrong with the events of a stream. Some are unusual, but valid."""
+    """A fault of the events of a stream. Some are unusual, but valid."""
 
     BAD_JSON = "bad_json"
     NUL = "nul"
@@ -67,7 +67,7 @@ class ErrorForm(Enum):
 
 
 class MalformedAnswer(Enum):
-    """What is wrong with an answer that is not streamed."""
+    """A fault of an answer that is not streamed."""
 
     NOT_JSON = "not_json"
     TRUNCATED = "truncated"  # Half of the body, then the end of the connection.
@@ -78,7 +78,7 @@ class MalformedAnswer(Enum):
 
 
 class MalformedScrape(Enum):
-    """What is wrong with /metrics."""
+    """A fault of /metrics."""
 
     GARBAGE = "garbage"
     EMPTY = "empty"
@@ -132,14 +132,14 @@ class Faults(Struct, frozen=True, forbid_unknown_fields=True):
     eos_first: Share = 0.0
     drop_kv_params: Share = 0.0  # Probability that a prefill answer has no `kv_transfer_params`.
     alien_kv_params: Share = 0.0  # Probability that it has those of another request.
-    after_pull: AfterPull | None = None  # What happens to requests whose KV cache has been pulled.
+    after_pull: AfterPull | None = None  # A fault of requests whose KV cache has been pulled.
     after_pull_s: Time = 0.0  # Emulated time from the pull to that.
     lease_s: SomeTime | None = None  # Lease of prefilled KV caches, instead of the fleet's setting.
-    malformed: MalformedStream | None = None  # What is wrong with streams.
-    malformed_answer: MalformedAnswer | None = None  # What is wrong with other answers.
+    malformed: MalformedStream | None = None  # The fault of streams.
+    malformed_answer: MalformedAnswer | None = None  # The fault of other answers.
     trickle_s: Time = 0.1  # Loop time between two bytes of a trickling answer.
     slow_scrape_s: Time = 0.0  # Loop time until GET /metrics answers.
-    malformed_scrape: MalformedScrape | None = None  # What is wrong with /metrics.
+    malformed_scrape: MalformedScrape | None = None  # The fault of /metrics.
 
     @property
     def by_token(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the engines of a fleet share."""
+"""The shared state of a fleet's engines."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ class EngineCall:
     arrived_s: float  # When the request had arrived, on the event loop's clock.
     drop_kv: bool = False  # Leave `kv_transfer_params` out of the answer.
     alien_kv: bool = False  # Answer with those of another request.
-    session: str = ""  # What KV cache events call it; empty for nothing.
+    session: str = ""  # Its name in KV cache events; empty for none.
 
     @property
     def kv(self) -> Mapping[str, Any]:

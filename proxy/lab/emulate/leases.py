@@ -80,7 +80,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class EndedLease:
-    """What is known of a lease that ended. Times are those of the event loop's clock."""
+    """The record of a lease that ended. Times are those of the event loop's clock."""
 
     end: LeaseEnd  # How it ended.
     granted_s: float  # When it began.
@@ -244,7 +244,7 @@ class LeaseBook:
             self.finish(lease, LeaseEnd.EXPIRED)
 
 
-# What each KV connector puts into `kv_transfer_params`, and how it interprets them.
+# The `kv_transfer_params` that each KV connector writes, and how it interprets them.
 #
 # NIXL and vLLM's Mooncake are as recorded from vLLM 0.32, including failures. The three of
 # vllm-ascend follow its source (mooncake_connector.py, mooncake_hybrid_connector.py,
@@ -323,7 +323,7 @@ def claim(
     book: LeaseBook,
     peer: KvPeer,
 ) -> Claim:
-    """Return what a decode rank does about the `kv_transfer_params` of a request."""
+    """Return a decode rank's pull for the `kv_transfer_params` of a request."""
     match CONNECTORS[connector].flow:
         case KvFlow.PULL:
             same = peer.version if connector == "nixl" else None
@@ -371,7 +371,7 @@ def lease_key(
 def metaserver_params(
     peer: KvPeer, request_id: str, *, num_blocks: int, block_tokens: int
 ) -> dict[str, object]:
-    """Return what a decode rank sends to the metaserver (layerwise)."""
+    """Return a decode rank's message to the metaserver (layerwise)."""
     return {
         "token_ids": [],
         "request_id": request_id,
@@ -402,7 +402,7 @@ def alien_params(params: dict[str, object]) -> dict[str, object]:
 def _own_keys(
     connector: str, lease: Lease, block_tokens: int, last_token: int
 ) -> dict[str, object]:
-    """Return what a prefill answer has beside the keys that every pull needs."""
+    """Return the members of a prefill answer beside those that every pull needs."""
     if connector == "nixl":
         return {
             "tp_size": 1,

@@ -295,7 +295,7 @@ def _messages(message: object) -> Iterator[dict[str, Any]]:
 
 
 def _said(blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a message says: its text and images, its thoughts, its calls of tools."""
+    """Return a message's parts: its text and images, its thoughts, its calls of tools."""
     said: dict[str, Any] = {}
     for block in blocks:
         kind = block["type"]

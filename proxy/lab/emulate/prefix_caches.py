@@ -15,7 +15,7 @@ from balanceroute.proxy.lab.emulate.engine_metrics import RankCounters
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.lab.sim.engines import PrefixCache
 
-# What a decode rank has in its KV cache after a pull, as with vLLM's NIXL connector.
+# A decode rank's KV cache after a pull, as with vLLM's NIXL connector.
 #
 # The rank compares no lengths. It counts every token of its prompt but the last as computed
 # elsewhere, pulls so many blocks as its own prefix cache does not have, and takes as many of the
@@ -90,7 +90,7 @@ class KvLog:
         dropped: Sequence[int],
         session: str = "",
     ) -> None:
-        """Publish what one prompt changed; nothing if that is nothing.
+        """Publish the changes by one prompt, if there are any.
 
         `stored` and `dropped` are hashes of consecutive blocks, `before` that of the block in front of those
         stored, None if they begin the prompt, and `tokens` are theirs.

@@ -37,7 +37,7 @@ def engine_process(command: Sequence[str]) -> "Iterator[subprocess.Popen[bytes]]
     """
     process = subprocess.Popen(  # noqa: S603 - this package's own command.
         command,
-        # Unbuffered, so that a read takes no more than what has arrived.
+        # Unbuffered, so that a read takes no more than the bytes that have arrived.
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

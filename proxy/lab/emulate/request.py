@@ -171,7 +171,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What an answer of /inference/v1/generate says."""
+    """The form of an answer of /inference/v1/generate."""
 
     text: bool  # Whether it has the text beside the ids.
     prompt_ids: bool  # Whether it has the prompt's ids.
@@ -199,7 +199,7 @@ class GenerationRequest:
     prompt_logprobs: int | None  # The same for the prompt's tokens; None for none.
     echo: bool
     return_token_ids: bool
-    sampling: bytes  # What determines the text in addition to the prompt.
+    sampling: bytes  # The parameters that determine the text, with the prompt.
     tools: tuple[Mapping[str, Any], ...]
     tool_choice: str  # "none", "auto", "required" or "named".
     tool_name: str | None
@@ -528,7 +528,7 @@ def _tools(values: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], st
 
 
 def _sampling(values: Mapping[str, Any], n: int) -> bytes:
-    """Return a hash of what determines the text in addition to the prompt."""
+    """Return a hash of the parameters that determine the text, with the prompt."""
     temperature = values.get("temperature")
     if temperature is None:
         temperature = 1.0

@@ -545,7 +545,7 @@ def _arguments(*, custom: bool) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """Return what a custom tool is given, as far as its arguments have come."""
+    """Return a custom tool's input, as far as its arguments have come."""
     for end in ("", '"}'):
         try:
             said = json.loads(arguments + end)

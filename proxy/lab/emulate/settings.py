@@ -31,7 +31,7 @@ class DpMode(Enum):
 
 
 class Preemption(Enum):
-    """What happens to a request when a rank's KV cache has no room for it any more."""
+    """The fate of a request when a rank's KV cache has no room for it any more."""
 
     INTERNAL = "internal"  # vLLM: the rank computes it again.
     STOP = "stop"  # vllm-ascend's recompute scheduler: it ends with stop_reason "recomputed".

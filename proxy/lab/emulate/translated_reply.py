@@ -94,7 +94,7 @@ def named_event(kind: str, value: object) -> bytes:
 # words for codes. Whole answers name every member, as in Python, but those to token ids have no
 # usage.
 
-# What all events of a stream begin with.
+# The first members of all events of a stream.
 _HEAD = ("id", "object", "created", "model", "request_id")
 _USAGE = ("prompt_tokens", "total_tokens", "completion_tokens")
 _NOT_FOUND = 404

@@ -17,7 +17,7 @@ from msgspec import Meta
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.model_choice import ArrivalRate, GroupOutlook, Targets
 
-# The groups of an alias, as training and judgement model them, and what answers are worth.
+# The groups of an alias, as training and judgement model them, and the worth of answers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class GroupModel:
     name: str  # The model's.
     ranks: int  # Its decode ranks.
     slots: int  # Requests that a rank decodes at once.
-    step_base_ms: float  # What a decode step takes without load.
-    step_us_per_token: float  # What each KV token of a rank adds to it.
+    step_base_ms: float  # The time of a decode step without load.
+    step_us_per_token: float  # The time that each KV token of a rank adds.
     prefill_servers: int = 0  # Its prefillers; 0 if a prefill takes no time.
-    prefill_base_ms: float = 0.0  # What a prefill takes beside its tokens.
-    prefill_us_per_token: float = 0.0  # What each prompt token adds to it.
+    prefill_base_ms: float = 0.0  # The time of a prefill without tokens.
+    prefill_us_per_token: float = 0.0  # The time that each prompt token adds.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +43,10 @@ class Scenario:
     """
 
     groups: tuple[GroupModel, ...]  # From the smallest model to the largest.
-    tasks: tuple[str, ...]  # What requests ask for.
+    tasks: tuple[str, ...]  # The kinds of requests.
     # The worth of an answer in time, by task and by group: of shape (tasks, groups).
     scores: tuple[tuple[float, ...], ...]
-    targets: Targets  # What "in time" means.
+    targets: Targets  # The limits of an answer in time.
 
     def __post_init__(self) -> None:
         if not self.groups or not self.tasks:
@@ -88,7 +88,7 @@ def paper_scenario() -> Scenario:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """What a group has to do, and since when."""
+    """The work of a group, and since when."""
 
     number: int
     arrived_ms: float
@@ -221,12 +221,12 @@ class SimulatedArrival:
     number: int  # From 0, in order.
     task: int  # Its task's place in the scenario.
     rate_per_s: float  # Requests a second, of late.
-    outlooks: tuple[GroupOutlook, ...]  # What it would meet in each group.
+    outlooks: tuple[GroupOutlook, ...]  # Of each group.
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What the answer to a request was worth: its score, or 0 if it missed the targets."""
+    """The worth of a request's answer: its score, or 0 if it missed the targets."""
 
     number: int
     score: float
@@ -267,7 +267,7 @@ class TrainingEnvironment:
         return arrival
 
     def step(self, group: int) -> tuple[SimulatedArrival | None, list[Settled]]:
-        """Send the present request; return the next one, and what ended until it came.
+        """Send the present request; return the next one, and the requests that ended before it came.
 
         After the last request all that are under way end.
         """

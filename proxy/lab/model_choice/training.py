@@ -90,7 +90,7 @@ class Trainer:
         seed: int,
         window_mean: float | None = None,
     ) -> None:
-        """Take what is to be learned, on how many requests.
+        """Set up a training on a number of requests.
 
         With `window_mean` windows are to keep this mean, beside the mean of all; see `WindowAim`.
         """
@@ -183,7 +183,7 @@ class Trainer:
             self._target.copy_of(self._network)
 
 
-# What choices of a model are worth, on the same requests.
+# The worth of choices of a model, on the same requests.
 
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0)
 THRESHOLDS = (1.0, 0.99, 0.98, 0.96, 0.94)
@@ -235,7 +235,7 @@ def judge(
     return ChoiceJudgement(ordered, tuple(groups), tuple(tasks))
 
 
-# Pictures of a training, and of what a choice sends where.
+# Pictures of a training, and of the requests that a choice sends to each group.
 
 _TICKS = (0.25, 1.0, 4.0, 16.0, 48.0)
 # Distinct with every common colour blindness (Okabe and Ito); further groups repeat them.

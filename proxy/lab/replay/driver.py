@@ -142,7 +142,7 @@ class ReplayResult:
     # The emulated fleet's own figures of the same window; None if there are none.
     fleet: FleetFigures | None
     faults: Sequence[FaultCount]  # The kinds of failure, the most frequent first.
-    # What happened to each request sent, in order, in times of the clock.
+    # The record of each sent request, in order, in times of the clock.
     samples: Sequence[RequestSample]
     start_ns: int  # The clock when the replay began.
     interrupted: bool  # Whether it was stopped before its end.

@@ -327,7 +327,7 @@ class ReplayTarget:
     prefix: str  # Comes before every path, without the last slash.
 
     def connect(self, *, http3: bool = False) -> Caller:
-        """Return what sends requests to it, over HTTP/1.1 or one connection of HTTP/3 (the extra `h3`)."""
+        """Return a caller for it, over HTTP/1.1 or one connection of HTTP/3 (the extra `h3`)."""
         if http3:
             # Here, so that nothing of it is loaded without the flag: an extra.
             from balanceroute.proxy.wire.http3.client import Http3Endpoint  # noqa: PLC0415

@@ -97,7 +97,7 @@ def shown(text: str) -> str:
 
 @dataclass(slots=True)
 class RequestSample:
-    """What happened to one request; times are of the replay's clock."""
+    """The record of one request; times are of the replay's clock."""
 
     request: PlannedRequest
     due_ns: int
@@ -271,7 +271,7 @@ def _sum_of_known(counts: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-# What each tenant and class got of a replay; see `service_levels`.
+# The service of each tenant and class in a replay; see `service_levels`.
 #
 # A client sees no rank. A request counts as holding KV tokens from its first token to its last.
 
@@ -323,12 +323,12 @@ def _add(total: GivenService, sample: "RequestSample", begin_ns: int, end_ns: in
         return
     share = (to_ns - from_ns) / lasted_ns if lasted_ns else 1.0
     total.tokens += share * output
-    # The mean of what it held then: its output grows from the first token to the last.
+    # The mean of its load then: its output grows from the first token to the last.
     middle = ((from_ns + to_ns) / 2 - sample.first_ns) / lasted_ns if lasted_ns else 1.0
     total.kv_token_s += (prompt + middle * output) * (to_ns - from_ns) / 1e9
 
 
-# What a replay measures: times in, figures out, without a clock or a socket of its own.
+# The measurements of a replay: times in, figures out, without a clock or a socket of its own.
 #
 # The window of the figures is the simulator's: it opens when a tenth of the requests have ended
 # (the fleet is then full of requests of all ages) and closes when the last one has been sent

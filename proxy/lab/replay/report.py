@@ -1,4 +1,4 @@
-"""What `balanceroute replay` prints and writes."""
+"""The output of `balanceroute replay`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -107,7 +107,7 @@ def make_fault_table(faults: Sequence[FaultCount]) -> Table:
 
 
 def _remarks(result: ReplayResult) -> list[str]:
-    """Return what a reader of the figures must know."""
+    """Return the notes on the figures."""
     figures = result.figures
     measured = "Steady state: " if figures.window == STEADY_STATE else "Measured: "
     asked = (

@@ -207,7 +207,7 @@ class ReplaySettings:
     # Whether to wait for every answer. Otherwise the replay ends when its last request is sent,
     # which closes the window of the figures, and cancels what still runs.
     drain: bool = True
-    # What a good request gets, for figures by tenant and class; None for none of these.
+    # The targets of a good request, for figures by tenant and class; None for none of these.
     targets: ServiceTargets | None = None
 
 
@@ -393,7 +393,7 @@ def headers_of(
     return headers
 
 
-# The limits that clients set: what a replay sends as `max_tokens` where lengths are hidden.
+# The limits that clients set: a replay sends them as `max_tokens` where lengths are hidden.
 #
 # No published trace records what clients sent. Many send no limit at all (the OpenAI client's and
 # LangChain's default, the latter since it dropped its 256), some a round number, often a
@@ -421,7 +421,7 @@ def with_limits(
 
 
 def as_sent(requests: Iterable[PlannedRequest]) -> list[TraceRequest]:
-    """Return planned requests as a trace of what is sent, their limits included."""
+    """Return planned requests as a trace of the sent ones, their limits included."""
     return [
         TraceRequest(
             request.arrival_ns,
@@ -517,7 +517,7 @@ def _cut(
 ) -> SharedExchange:
     text, prompt_tokens, output_tokens = exchange
     if prompt_limit is not None and prompt_tokens > prompt_limit:
-        # A character may be cut in two; what is left of it is dropped.
+        # The cut may halve a character, which is then dropped.
         text = text.encode()[: prompt_limit * BYTES_PER_TOKEN].decode(errors="ignore")
         prompt_tokens = prompt_limit
     if output_limit is not None:

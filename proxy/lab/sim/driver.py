@@ -82,7 +82,7 @@ class _Guest:
 
 
 class Entrance:
-    """What stands between the clients of a simulation and its scheduler: an admission rule, or none."""
+    """The way from the clients of a simulation to its scheduler: an admission rule, or none."""
 
     def __init__(self, make_admission: Callable[[], Admission] | None) -> None:
         self._admission = None if make_admission is None else make_admission()
@@ -292,7 +292,7 @@ class SimulatedDeployment:
     learn_speeds: bool = flag("let the scheduler learn the --rank-speeds instead of telling it")
 
     def intake(self) -> Intake:
-        """Return what limits and measures the starts of one run."""
+        """Return the intake of one run."""
         cost, order = self.fair_queue, QUEUE_ORDERS[self.queue_order]
         limit = self.local_prefill_tokens
         kept = self.rank_cache_tokens
@@ -394,7 +394,7 @@ class Simulation:
         self._idle_since_ns = self._step_began_ns = 0
 
     def run(self) -> Recorder:
-        """Replay the whole workload; return what was measured."""
+        """Replay the whole workload; return the measurements."""
         if self._workload.open_loop:
             for number, time_ns in enumerate(self._workload.arrivals_ns()):
                 self.offer(RequestId(number), time_ns)
@@ -561,7 +561,7 @@ class Simulation:
         self._loop.call_at(self._woken_ns, self._wake_up)
 
     def _wake_up(self) -> None:
-        # What was due may have left in the meantime.
+        # The request that was due may have left in the meantime.
         end_ns = self.scheduler.next_deadline_ns()
         self._undecided |= end_ns is not None and end_ns <= self._loop.now_ns
 

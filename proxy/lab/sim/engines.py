@@ -50,7 +50,7 @@ class EventLoop:
             self.advance(settle)
 
 
-# What engines may do beyond one token per request and step on equal ranks.
+# The options of engines beyond one token per request and step on equal ranks.
 
 _Value = TypeVar("_Value")
 
@@ -334,7 +334,7 @@ class _Job:
     rank: RankId
     kv_tokens: int  # When it joined.
     output_tokens: int  # Still to emit when it joined.
-    compute_ns: int = 0  # What the rank computes in the step in which it joins.
+    compute_ns: int = 0  # The time of its prompt, in the step in which it joins.
     # When it would have joined, had it emitted one token in each step since; None in the queue.
     joined_step: int | None = None
 
@@ -372,7 +372,7 @@ class DecodeFleet:
     ) -> None:
         self.loads = [0] * ranks  # KV tokens of the running requests, by rank.
         self.running = 0  # Number of running requests in the fleet.
-        # What each rank reads in the step that has begun, in KV tokens of speed 1.
+        # The load that each rank reads in the step that has begun, in KV tokens of speed 1.
         self.step_loads = self.loads
         # Tokens of each running or dropped request in the step that has begun; empty if each emits
         # one.
@@ -408,7 +408,7 @@ class DecodeFleet:
     ) -> None:
         """Queue a request on `rank`; it joins the batch between two steps.
 
-        `compute_ns` is what the rank takes to compute its prompt; 0 if it has the KV cache.
+        `compute_ns` is the rank's time to compute its prompt; 0 if it has the KV cache.
         """
         assert output_tokens > 0, f"request {request} has nothing to decode"
         job = self._jobs[request] = _Job(request, rank, kv_tokens, output_tokens, compute_ns)
@@ -452,7 +452,7 @@ class DecodeFleet:
         return joined
 
     def begin_step(self) -> int:
-        """Fix what a step of the present batches reads and emits; return how long it takes, in ns."""
+        """Fix the loads and emissions of a step of the present batches; return its time, in ns."""
         self.step_loads = self.loads
         self.emissions = {}
         if self._pause_above is not None or self._speculation is not None:

@@ -137,7 +137,7 @@ def forecast_called(word: str) -> Forecast:
 METRICS = tuple(one.name for one in fields(RunMetrics))
 
 
-# Of a result, what its representation has.
+# The fields of a result's representation.
 _SHOWN = ("idle_fraction", "output_tokens_per_s", "ttft_s_p99", "tpot_ms_p95")
 
 
@@ -154,7 +154,7 @@ class PolicyResult:
     service: ServiceLog | None = None  # The first segment's account of them.
 
     def __repr__(self) -> str:
-        """Return what a notebook shows: some figures, and not the thousands of `picture`."""
+        """Return the text for a notebook: some figures, and not the thousands of `picture`."""
         shown = ", ".join(f"{name}={self.mean[name]:.4g}" for name in _SHOWN)
         return f"PolicyResult({self.policy!r}, {shown}, segments={self.segments})"
 
@@ -205,7 +205,7 @@ def run_experiment(
 
 
 def _run(simulation: Simulation, policy: str) -> Recorder:
-    """Run a simulation; what fails in a policy from outside is its fault, not the simulator's.
+    """Run a simulation; a failure of a policy from outside is its own, not the simulator's.
 
     Raises:
         PolicyError: Such a policy failed, or left requests in the pool for ever.

@@ -37,7 +37,7 @@ _IDLE = "#f6cf9b"
 _RANK_FIRST, _RANK_LAST = (0.62, 0.79, 0.91), (0.05, 0.28, 0.53)
 
 _STYLE = {"xtick.minor.pad": 5.0}  # In line with the labels of the longer, major ticks.
-_FAINT = 0.45  # Opacity of what is only predicted.
+_FAINT = 0.45  # Opacity of predictions.
 # Waits whose largest is this many times the smallest need a log scale.
 _WIDE_SPREAD = 20.0
 # Where a point's label may stand, nearest first: points away from it, and directions.
@@ -74,7 +74,7 @@ def write_plots(results: Sequence[PolicyResult], directory: Path, *, title: str)
 def write_prediction_plots(
     live: Sequence[PolicyResult], simulated: Sequence[PolicyResult], directory: Path, *, title: str
 ) -> list[Path]:
-    """Write `live_rank_loads.png` and `live_simulated.png`: what was measured and what was predicted.
+    """Write `live_rank_loads.png` and `live_simulated.png`: measurements and predictions.
 
     Of `live` only the imbalance, the idle fraction and the output rate are used. A live run is a single run, so
     the `stderr` of `simulated` is the standard deviation of single runs.
@@ -191,7 +191,7 @@ def _draw_imbalance_throughput(results: Sequence[PolicyResult], title: str) -> "
 def _draw_prediction(
     live: Sequence[PolicyResult], simulated: Sequence[PolicyResult], title: str
 ) -> "Figure":
-    """Draw two bar charts in which what was measured stands above what was predicted."""
+    """Draw two bar charts with measurements above predictions."""
     from matplotlib.patches import Patch  # noqa: PLC0415  # An extra.
 
     note = "Whiskers: standard deviation of the simulated runs."
@@ -258,7 +258,7 @@ def _draw_bars(
 
 
 def _strip(chart: "Axes", label: str) -> None:
-    """Remove from a bar chart what its labels say already."""
+    """Remove the parts of a bar chart that its labels repeat."""
     chart.xaxis.set_visible(False)
     chart.spines["bottom"].set_visible(False)
     chart.tick_params(axis="y", length=0)
@@ -375,7 +375,7 @@ def _label_points(
 
 
 def _ink(chart: "Axes", span: tuple[float, float, float, float], pixels: float) -> Iterator[_Box]:
-    """Return what a point covers: its marker and its two whiskers."""
+    """Return the area of a point: its marker and its two whiskers."""
     x, y, x_error, y_error = span
     left, bottom = chart.transData.transform((x - x_error, y - y_error))
     right, top = chart.transData.transform((x + x_error, y + y_error))
@@ -459,7 +459,7 @@ def _short_number(value: float) -> str:
     return f"{value:.0f}" if value < 1e3 else f"{_two_digits(value / 1e3)}k"
 
 
-# Pictures of what tenants and classes got over time, as PNG files.
+# Pictures of the service of tenants and classes over time, as PNG files.
 
 _FEWEST_WINDOWS, _MOST_WINDOWS = 6, 60
 # With fewer first tokens in a window a percentile means nothing.

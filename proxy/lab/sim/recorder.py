@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from balanceroute.traces import TraceRequest
 
 
-# What each tenant and class asked for and got in a simulated run; see `service_levels`.
+# The demand and the service of each tenant and class in a simulated run; see `service_levels`.
 
 # How often the sums are kept, for shares over time.
 _SAMPLE_NS = 1_000_000_000
@@ -88,7 +88,7 @@ class ServiceLog:
         self._running[group] += 1
 
     def step(self, now_ns: int, duration_ns: int, emissions: Mapping[RequestId, int]) -> None:
-        """Note that a step begins, and what it emits; nothing stands for a token of each request."""
+        """Note that a step begins, and its emissions; empty for a token of each request."""
         if not self.samples or now_ns - self.samples[-1].time_ns >= _SAMPLE_NS:
             self.samples.append(self._sample(now_ns))
         emitted = self._running
@@ -211,7 +211,7 @@ class RunMetrics:
     expired: float
     prefill_tokens: float  # Prompt tokens that prefillers computed.
     prefix_hit_fraction: float  # Share of the prompt tokens that they had in their prefix caches.
-    prefiller_peak: float  # What the busiest prefiller computed, over their mean; 0 if none did.
+    prefiller_peak: float  # Tokens of the busiest prefiller over the mean; 0 if there are none.
     local_prefills: float  # Requests whose prompts ranks computed.
     # Share of the KV tokens of requests from prefillers that their ranks pulled, as they had no
     # more in their prefix caches.
@@ -226,7 +226,7 @@ class RunMetrics:
 @dataclass(slots=True)
 class Recorder:
     num_requests: int  # Requests of the run.
-    # Receives what concerns tenants and classes; None if no report needs it.
+    # Receives the events of tenants and classes; None if no report needs it.
     service: ServiceLog | None = None
     prefillers: int = 1  # P.
     # Loads by rank of the first `PICTURE_STEPS` steps of the window.
@@ -331,7 +331,7 @@ class Recorder:
         now_ns: int,
         emissions: Mapping[RequestId, int],
     ) -> None:
-        """Note one step: what each rank reads, the running requests, and the tokens they emit.
+        """Note one step: each rank's load, the running requests, and the tokens they emit.
 
         Without `emissions` each emits one.
         """

@@ -1,4 +1,4 @@
-"""What `balanceroute simulate` prints and writes."""
+"""The output of `balanceroute simulate`."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -261,7 +261,7 @@ class UnitResult:
     whole: bool  # Whether these are all ranks of the barrier; if not, its cost is not computed.
     idle: Idle | None  # The cost of the barrier; None for a single rank, or without a load.
     fit: Fit | None  # The line of the step time; None if it cannot be fitted.
-    max_loads: NDArray[np.int64]  # int64[steps], of the steps without prefill, what is fitted.
+    max_loads: NDArray[np.int64]  # int64[steps], of the steps without prefill, for the fit.
     step_ns: NDArray[np.float64]  # float64[steps], likewise.
 
 
@@ -278,7 +278,7 @@ class Validation:
 def validate(
     log: Mapping[str, Samples], traces: Mapping[str, EngineTrace], *, min_tokens: int
 ) -> Validation:
-    """Compare the proxy's loads with what the engines of some ranks did in the time of the log.
+    """Compare the proxy's loads with those of some ranks' engines in the time of the log.
 
     Errors are computed from samples at which the engine's load was at least `min_tokens`.
 
