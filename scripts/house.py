@@ -7,6 +7,7 @@ import each other.
 """
 
 import ast
+import gc
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -216,7 +217,11 @@ def module(path: Path) -> str:
 @cache
 def parsed(source: str) -> ast.Module:
     """Return the tree of a file, which several rules read."""
-    return ast.parse(source)
+    gc.disable()  # None of its nodes is garbage, and looks for some would take most of the time.
+    try:
+        return ast.parse(source)
+    finally:
+        gc.enable()
 
 
 def nodes(tree: ast.AST, *, at_run_time_only: bool = False) -> Iterator[ast.AST]:
@@ -261,6 +266,7 @@ def is_within(name: str, packages: Iterable[str]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
+@cache
 def room(name: str) -> str | None:
     """Return the row of `MAY_IMPORT` that a dotted name belongs to, if any."""
     return max((row for row in MAY_IMPORT if is_within(name, [row])), key=len, default=None)
