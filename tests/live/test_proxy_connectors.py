@@ -423,6 +423,8 @@ async def test_the_decode_leg_goes_first_and_its_rank_calls_back(site: Site) -> 
     assert prefill.header(b"x-request-id") == decode.header(b"x-request-id") == b"mine"
     (record,) = site.world.ended
     assert record.prefiller == site.fleet.engine(prefill.engine).url
+    assert record.prefilled_ns is not None
+    assert record.arrived_ns < record.prefilled_ns < record.ended_ns
     assert record.rank == site.fleet.engine(decode.engine).url
     assert record.prompt_tokens == usage(await site.post(COMPLETIONS, BODY, ID))[0]
 

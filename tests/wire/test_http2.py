@@ -368,6 +368,23 @@ async def test_what_the_head_rules_out_is_answered_before_the_body() -> None:
         assert (await client.answer(other))[2] == b"POST /p?q=1 short"
 
 
+async def test_while_bodies_fill_their_budget_requests_without_one_are_taken() -> None:
+    desk = Desk()
+    async with (
+        serving(desk, EITHER, body_budget_bytes=10, body_limit_bytes=10) as server,
+        client_of(server.port) as client,
+    ):
+        client.ask(POST, b"a" * 10)
+        await desk.reply(1)
+        assert server.bodies.used == 10
+        refused = client.ask([*POST, ("content-length", "1")], b"b")
+        assert (await client.answer(refused))[0] == 503
+        taken = client.ask()
+        await desk.reply(2)
+        desk.replies[1].send(200, [], b"")
+        assert (await client.answer(taken))[0] == 200
+
+
 async def test_streams_beyond_the_limit_are_refused_and_may_be_repeated() -> None:
     desk = Desk()
     async with serving(desk, EITHER) as server, client_of(server.port) as client:

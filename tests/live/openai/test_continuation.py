@@ -297,7 +297,7 @@ def test_a_chat_that_is_free_text_so_far_is_resumed(values: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
 def test_words_that_may_have_begun_at_the_end_forbid_to_go_on(name: str) -> None:
-    for words in (["once", "upon a"], [" upon a", 7, ""], ["n!"]):
+    for words in (["once", "upon a"], [" upon a", 7, ""], ["n!"], ["upon!"]):
         with pytest.raises(CannotResumeError, match=f"one of {name} may have begun"):
             completion(" upon", 3, **{name: words})
     for others in ([], ["upon", "a", "pon"], [7]):
