@@ -281,6 +281,7 @@ def test_a_wrong_command_is_found(
             perform(words, block, proxy, monkeypatch)
 
 
+@pytest.mark.extended  # A kernel takes six seconds; tests/lab/sim/test_api.py calls the same functions.
 def test_the_notebook_runs(tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
