@@ -638,7 +638,7 @@ def test_counts_that_an_engine_left_out_meanwhile_are_not_told() -> None:
         client = Client(counts=kept).answer(OPENING, chunk("a", **usage(1)))
         client.reader.take_passed(passed(4, 7, uncounted))
         assert client.tokens == 7
-        assert kept.told == (None if uncounted else 7)
+        assert kept.reported == (None if uncounted else 7)
         client.answer(chunk("b", **usage(9)))
         assert client.tokens == 9
 

@@ -184,8 +184,8 @@ def error_of(text: bytes) -> str | None:
     return words if isinstance(words, str) else None
 
 
-def told_tokens(body: bytes) -> int:
-    """Return the tokens of all choices, as an answer's usage tells; 0 if it is not told."""
+def usage_tokens(body: bytes) -> int:
+    """Return the tokens of all choices by an answer's usage; 0 without one."""
     found = re.findall(rb'"(?:completion|output)_tokens":(\d+)', body)
     return int(found[-1]) if found else 0
 
@@ -231,8 +231,8 @@ class Expectation:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of all choices, as usage tells; 0 if it is not told."""
-        return told_tokens(self._body)
+        """Tokens of all choices by usage; 0 without one."""
+        return usage_tokens(self._body)
 
     def differs(self, body: bytes) -> str:
         """Return how a whole answer is wrong; empty if it is right."""

@@ -12,7 +12,7 @@ from tests.support.chaos.expectation import (
     TextOracle,
     error_of,
     events_of,
-    told_tokens,
+    usage_tokens,
 )
 from tests.support.chaos.faults import CLIENTS, Act
 from tests.support.chaos.meddler import TOO_LARGE
@@ -421,7 +421,7 @@ def contradictions(
         tokens = verdict.expected.completion_tokens
         if record.endpoint == RESPONSES:
             # A response that its engine gives up before a last token without text reads as a whole one.
-            tokens = told_tokens(bytes(received.body))
+            tokens = usage_tokens(bytes(received.body))
         if tokens and record.output_tokens != tokens:
             wrong.append(f"{tokens} tokens were logged as {record.output_tokens}")
     return wrong
