@@ -173,9 +173,9 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (13_500, 37),
+    "proxy/core": (13_450, 37),
     "proxy/wire": (7_550, 24),
-    "proxy/live": (38_000, 124),
+    "proxy/live": (37_950, 124),
     "proxy/lab": (15_400, 55),
     "proxy/cli": (5_500, 25),
     "predictors": (3_750, 13),
@@ -185,7 +185,7 @@ BUDGET = {
     "scripts": (13_800, 42),
     "tests/support": (12_450, 43),
     # All of it.
-    "tests": (114_250, 411),
+    "tests": (114_300, 411),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.
