@@ -112,7 +112,7 @@ class Slices:
             self._by_slice[name] = engines
         for pod, one in before:
             self._by_pod[pod].pop((name, one.target), None)
-        for pod, one in sorted(engines, key=lambda one: _news(one[1])):
+        for pod, one in sorted(engines, key=lambda pair: _news(pair[1])):
             self._by_pod[pod][name, one.target] = one
         for pod in dict.fromkeys(pod for pod, _ in (*before, *engines)):
             said = sorted(self._by_pod[pod].values(), key=_news)

@@ -302,8 +302,8 @@ class ModelAttempt:
         """See `Reply`; another group may still answer."""
         if not self._given_up:
             if not self.inner.commented:  # Which group answers is not known yet.
-                headers = self.inner.more_headers
-                self.inner.more_headers = [one for one in headers if one[0] != MODEL_HEADER]
+                more = self.inner.more_headers
+                self.inner.more_headers = [one for one in more if one[0] != MODEL_HEADER]
             self.inner.comment(headers, data, late)
 
     def write(self, data: bytes) -> None:
