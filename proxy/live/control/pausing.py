@@ -54,7 +54,7 @@ _MEMORY_S = 120.0
 _ON_NO_ENGINE = frozenset({LifecycleState.QUEUED, LifecycleState.POOLED})
 
 
-class Site(Protocol):
+class OrderedGroup(Protocol):
     """The engines of one model, and what decides about them."""
 
     driver: Driver
@@ -68,12 +68,12 @@ class Site(Protocol):
 class Pausing:
     """Carries out the orders."""
 
-    def __init__(self, sites: Callable[[], Iterable[Site]]) -> None:
-        self._sites = sites
+    def __init__(self, groups: Callable[[], Iterable[OrderedGroup]]) -> None:
+        self._groups = groups
 
     @property
     def paused(self) -> bool:
-        return all(site.driver.scheduler.intake.held for site in self._sites())
+        return all(group.driver.scheduler.intake.held for group in self._groups())
 
     async def pause(
         self, mode: str, *, clear_cache: bool, engines: bool, limit_s: float
@@ -118,11 +118,11 @@ class Pausing:
         """Have the engines wake up, or what of their memory `tags` name; go on if none sleeps then."""
         query = f"?{urlencode([('tags', tag) for tag in tags])}" if tags else ""
         asked = await self._ask(f"/wake_up{query}", timeout_s=_MEMORY_S)
-        targets = [(site, target) for site in self._sites() for target in site.roster.targets()]
-        asleep = await asyncio.gather(*(_sleeps(site.fetcher, one.url) for site, one in targets))
-        for (site, target), sleeps in zip(targets, asleep, strict=True):
-            if note_sleep(site.roster.instances, target, asleep=sleeps):
-                site.roster.reopen()
+        targets = [(group, target) for group in self._groups() for target in group.roster.targets()]
+        asleep = await asyncio.gather(*(_sleeps(group.fetcher, one.url) for group, one in targets))
+        for (group, target), sleeps in zip(targets, asleep, strict=True):
+            if note_sleep(group.roster.instances, target, asleep=sleeps):
+                group.roster.reopen()
         if not any(asleep):
             self._hold(held=False)
         status = "sleeping" if self.paused else "awake"
@@ -140,9 +140,9 @@ class Pausing:
             return {"status": "aborted", **await self._abort("/abort_requests")}
         ids = frozenset(request_ids)
         chosen = [
-            (site.driver, number)
-            for site in self._sites()
-            for number, one in site.driver.sessions.items()
+            (group.driver, number)
+            for group in self._groups()
+            for number, one in group.driver.sessions.items()
             if one.record.request_id in ids
         ]
         for driver, number in chosen:
@@ -169,9 +169,9 @@ class Pausing:
         return {"status": "sent", "success": success, "engines": rows}
 
     def _hold(self, *, held: bool) -> None:
-        for site in self._sites():
-            site.driver.hold(held=held)
-            site.ordered()
+        for group in self._groups():
+            group.driver.hold(held=held)
+            group.ordered()
 
     async def _stop(
         self, mode: str, path: str, limit_s: float, *, timeout_s: float | None = None
@@ -186,9 +186,9 @@ class Pausing:
     async def _abort(self, path: str, *, timeout_s: float | None = None) -> dict[str, object]:
         """End every request that there is now; `path` is what engines are asked for."""
         asked: list[tuple[Driver, RequestId, Session]] = [
-            (site.driver, number, one)
-            for site in self._sites()
-            for number, one in site.driver.sessions.items()
+            (group.driver, number, one)
+            for group in self._groups()
+            for number, one in group.driver.sessions.items()
         ]
         for driver, number, one in asked:
             request = driver.scheduler.requests.get(number)
@@ -215,8 +215,8 @@ class Pausing:
         end_s = clock() + limit_s
         while running := sum(
             request.state is not LifecycleState.QUEUED
-            for site in self._sites()
-            for request in site.driver.scheduler.requests.values()
+            for group in self._groups()
+            for request in group.driver.scheduler.requests.values()
         ):
             if clock() >= end_s:
                 raise ConflictError(f"{running} requests run still; nothing new starts")
@@ -232,7 +232,7 @@ class Pausing:
         if not path:
             return []
         asked = [
-            (site.fetcher, target) for site in self._sites() for target in site.roster.targets()
+            (group.fetcher, target) for group in self._groups() for target in group.roster.targets()
         ]
         posts = (_post(*one, path, timeout_s, body) for one in asked)
         return list(await asyncio.gather(*posts))
