@@ -56,7 +56,7 @@ class HealthSettings:
         3, "failures in a row after which an engine gets nothing until it is healthy", 1, 10**6
     )
     backoff_s: float = 1.0  # Time in quarantine before the first probe.
-    # Limit of that time, which doubles with every failure. An instance that stays up for this long
+    # Limit of that time, which doubles with every quarantine. An instance that stays up for this long
     # starts over.
     backoff_max_s: float = 30.0
     stall_s: float = 1.0  # A timer this late means that the process itself stood still.
@@ -319,7 +319,9 @@ class Health:
             if not watch.up:
                 self._recover(watch)
         elif not watch.up:
-            self._back_off(watch)
+            # Only what comes back and fails again waits longer: a probe costs an engine nothing, and
+            # one that was away for minutes should not idle for half a minute more.
+            self._schedule(watch, self._settings.health_interval_s)
             if fault in _CONNECT_FAULTS and not watch.gone:
                 watch.gone = True
                 self._on_gone(target)

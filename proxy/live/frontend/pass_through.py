@@ -486,8 +486,9 @@ class PassThrough:
         other = self._free(failed, exchange.among)
         if other is None or other is failed:
             return False
-        # If the engine is down, the other one is not.
-        if failed.usable and not self._retries.spend():
+        # A request that was lost with its engine is free. Errors may be common to all engines.
+        lost = fault is not Fault.SERVER_ERROR and not failed.usable
+        if not (lost or self._retries.spend()):
             return False
         self._retried("single_engine", fault.value)
         exchange.record.retries += 1

@@ -57,6 +57,10 @@ class What(Enum):
     NO_PREFILL = "the prefill that the decode rank requested failed"
 
 
+LOSSES = frozenset({What.BROKEN, What.NOT_SENT, What.TIMED_OUT})
+"""Of the engine, if that is down. Errors that an engine answers may be common to all."""
+
+
 class Blame(Enum):
     """Which check counts it against an engine."""
 

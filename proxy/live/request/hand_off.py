@@ -139,7 +139,7 @@ class HandOff:
         if failure.says_dead and not self._died(said=True):
             self._give_up(Fault.SERVER_ERROR)
         else:
-            self._again(Fault.SERVER_ERROR)
+            self._again(Fault.SERVER_ERROR, lost=failure.says_dead)
 
     def _broken(self, error: WireError) -> None:
         assert self.prefiller is not None
@@ -152,12 +152,13 @@ class HandOff:
         if error.is_loss and not self._died(said=False):
             self._give_up(fault)
         else:
-            self._again(fault)
+            self._again(fault, lost=True)
 
-    def _again(self, fault: Fault) -> None:
+    def _again(self, fault: Fault, *, lost: bool) -> None:
         assert self.prefiller is not None
+        lost_with = self.prefiller.target if lost else None
         tries_left = self._tries < self._host.context.legs.retry_attempts
-        if tries_left and self._host.may_retry("prefill", fault, self.prefiller.target):
+        if tries_left and self._host.may_retry("prefill", fault, lost_with=lost_with):
             self._send()
         else:
             self._give_up(fault)

@@ -20,6 +20,7 @@ from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.shape import CONTINUED_AT, OPTIONAL_APIS, Api, Shape
 from balanceroute.proxy.live.request.client_answer import ClientAnswer, Emitted, answer_shortly
 from balanceroute.proxy.live.request.failures import (
+    LOSSES,
     Blame,
     Failure,
     Next,
@@ -487,7 +488,7 @@ class Session:
         waits = self.phase is Phase.BACKOFF or self.work.lost
         if leg is None or begun or waits or not self.recovery.may_try_again(leg):
             return
-        if self.host.may_retry(leg.value, Fault.CONNECT, target):
+        if self.host.may_retry(leg.value, Fault.CONNECT, lost_with=target):
             self.instance_removed(target)
 
     def leave_rank(self, target: Target) -> None:
@@ -613,8 +614,9 @@ class Session:
             self._go_on(retry)
         else:
             pulled_from = None if attempt.pair is None else attempt.pair[0].id
-            leg, target = attempt.leg.value, attempt.engine.target
-            if not self.host.may_retry(leg, failure.fault, target, pulled_from=pulled_from):
+            lost = attempt.engine.target if failure.what in LOSSES else None
+            leg, fault = attempt.leg.value, failure.fault
+            if not self.host.may_retry(leg, fault, lost_with=lost, pulled_from=pulled_from):
                 self._give_up(attempt, failure)
                 return
             self.record.retries += 1

@@ -333,15 +333,20 @@ class Host(Protocol):
         """Take note of something."""
 
     def may_retry(
-        self, leg: str, fault: Fault, target: Target, *, pulled_from: PrefillerId | None = None
+        self,
+        leg: str,
+        fault: Fault,
+        *,
+        lost_with: Target | None = None,
+        pulled_from: PrefillerId | None = None,
     ) -> bool:
         """Return whether the retry budget allows one more attempt, and count it.
 
         Args:
             leg: What failed.
             fault: How.
-            target: Where. What an engine leaves behind takes nothing from the budget, if the engine
-                is down and another one of its role takes requests.
+            lost_with: The engine that the attempt ended with. While that is down and another one
+                of its role takes requests, this takes nothing from the budget.
             pulled_from: Whose KV cache a rank was to pull: while that prefiller is on trial, the
                 attempt takes nothing from the budget.
         """

@@ -274,7 +274,8 @@ class Decisions:
             kind = type(event)
             if kind in _POOLING:
                 self._ticks.wake(0.0)
-            elif kind in _FREEING:
+            # A rank that warms up may have more with each of its first tokens.
+            elif kind in _FREEING or (kind is DecodeStarted and scheduler.ranks.warm_up.active):
                 self._ticks.wake(self._settle_s)
 
     def _tick(self) -> None:

@@ -246,12 +246,13 @@ class Feedback:
         self._takers[type(report)](report)
 
     def may_retry(
-        self, leg: str, fault: Fault, target: Target, pulled_from: PrefillerId | None
+        self, leg: str, fault: Fault, lost_with: Target | None, pulled_from: PrefillerId | None
     ) -> bool:
         """Take one retry from the budget, if there is one; see `Host.may_retry`."""
         # A trial is the proxy's own doing, and its request goes on with instances that work.
         trial = pulled_from is not None and self._instances.prefillers[pulled_from].kv_trial
-        if not (trial or self._instances.others_serve(target) or self.retries.spend()):
+        left = lost_with is not None and self._instances.others_serve(lost_with)
+        if not (trial or left or self.retries.spend()):
             return False
         self._metrics.legs.retry(leg, fault.value)
         return True
@@ -723,9 +724,14 @@ class Driver:
         self.decisions.feed(event)
 
     def may_retry(
-        self, leg: str, fault: Fault, target: Target, *, pulled_from: PrefillerId | None = None
+        self,
+        leg: str,
+        fault: Fault,
+        *,
+        lost_with: Target | None = None,
+        pulled_from: PrefillerId | None = None,
     ) -> bool:
-        return self._feedback.may_retry(leg, fault, target, pulled_from)
+        return self._feedback.may_retry(leg, fault, lost_with, pulled_from)
 
     def choose_prefiller(
         self, number: RequestId, other_than: PrefillerId | None

@@ -351,9 +351,14 @@ class Site:
         return engine.target
 
     def may_retry(
-        self, leg: str, fault: Fault, target: Target, *, pulled_from: PrefillerId | None = None
+        self,
+        leg: str,
+        fault: Fault,
+        *,
+        lost_with: Target | None = None,
+        pulled_from: PrefillerId | None = None,
     ) -> bool:
-        assert is_data((leg, fault, target, pulled_from))
+        assert is_data((leg, fault, lost_with, pulled_from))
         self.budget -= 1
         return self.budget >= 0
 

@@ -84,10 +84,10 @@ class Site:
             chosen.hand_offs += 1
         return chosen
 
-    def may_retry(self, leg: str, fault: Fault, target: Target) -> bool:
+    def may_retry(self, leg: str, fault: Fault, *, lost_with: Target | None) -> bool:
         assert leg == "prefill"
         assert fault in Fault
-        assert target in [one.target for one in self.prefillers]
+        assert lost_with in (None, *(one.target for one in self.prefillers))
         self.budget -= 1
         return self.budget >= 0
 

@@ -590,8 +590,8 @@ async def test_a_fleet_that_falls_silent_makes_no_storm(site: Site) -> None:
     silence(site, "prefill/1")
     for exchange in exchanges:
         await exchange.end()
-    # A fifth of the requests and ten more.
-    assert sum(record.retries for record in site.world.ended) <= 30
+    # A fifth of the requests and ten more, and what was on the first one that is known to be silent.
+    assert sum(record.retries for record in site.world.ended) <= 30 + 50
 
 
 async def pooled(site: Site, count: int) -> list[Exchanged]:

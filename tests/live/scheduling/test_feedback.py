@@ -148,6 +148,7 @@ def test_what_an_engine_leaves_is_free_while_another_one_of_its_role_serves(
     assert not feedback.may_retry("prefill", Fault.RESET, second.target, None)
     # Of another role nobody helps, and nobody helps where all are down.
     site.instances.ranks[R].status = status
+    assert not feedback.may_retry("prefill", Fault.SERVER_ERROR, None, None)
     assert not feedback.may_retry("decode", Fault.RESET, TARGET, None)
     second.status = Status.QUARANTINED
     assert not feedback.may_retry("prefill", Fault.RESET, first.target, None)
