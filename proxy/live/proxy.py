@@ -109,7 +109,7 @@ class Proxy:
         self.metrics.aliases.worth = {one.name: one.worth for one in config.aliases}
         loop = asyncio.get_running_loop()
         self.suspects = Suspects(loop.time, loop.call_later)
-        self.suspects.condemned = self._condemned
+        self.suspects.on_refused = self._prompts_refused
         self.deployments: dict[str, Deployment]
         if config.groups:
             self.deployments = {}
@@ -201,7 +201,7 @@ class Proxy:
             beside=beside,
         )
 
-    def _condemned(self, death: Death, count: int) -> None:
+    def _prompts_refused(self, death: Death, count: int) -> None:
         self.metrics.legs.suspected_poison.inc(count)
         fields = {"count": count, "requests": death.ids, "engine": death.target.url}
         _log.warning(

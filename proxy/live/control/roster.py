@@ -60,7 +60,7 @@ class DrainDeadlines:
     def set(self, target: Target, after_s: float) -> None:
         """Have an engine left after so many seconds; the latest order holds."""
         self.forget(target)
-        timer = asyncio.get_running_loop().call_later(after_s, self._come, target)
+        timer = asyncio.get_running_loop().call_later(after_s, self._expire, target)
         self._at[target] = self._unix_s() + after_s, timer
 
     def forget(self, target: Target) -> None:
@@ -82,7 +82,7 @@ class DrainDeadlines:
         for _, timer in self._at.values():
             timer.cancel()
 
-    def _come(self, target: Target) -> None:
+    def _expire(self, target: Target) -> None:
         del self._at[target]
         self._due(target)
 

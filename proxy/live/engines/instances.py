@@ -593,7 +593,7 @@ class KvTransfers:
         if weight[1] < self._enough:
             return False
         if weight == other_weight:
-            return self._gets_on(other, other_than=one)
+            return self._works_with(other, other_than=one)
         return weight > other_weight
 
     def _weight(self, target: Target) -> tuple[int, int]:
@@ -601,7 +601,7 @@ class KvTransfers:
         failures = self._failures[target]
         return len({other for _, other in failures}), len({request for request, _ in failures})
 
-    def _gets_on(self, target: Target, *, other_than: Target) -> bool:
+    def _works_with(self, target: Target, *, other_than: Target) -> bool:
         """Return whether pulls between an instance and other ones go on, though none has ended yet."""
         return any(
             target in (prefiller.target, rank.target)

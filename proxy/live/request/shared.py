@@ -142,7 +142,7 @@ class Suspects:
     """Remembers the prompts under which engines died.
 
     Attributes:
-        condemned: Called with a death and the number of prompts that are refused for it.
+        on_refused: Called with a death and the number of prompts that are refused for it.
         prompts: The suspects, by fingerprint; the one hit longest ago first. While there is none it does
             not matter which prompt a request has.
     """
@@ -153,7 +153,7 @@ class Suspects:
         call_later: Callable[[float, Callable[[], None]], object] | None = None,
     ) -> None:
         self._key = secrets.token_bytes(_KEY_BYTES)
-        self.condemned: Callable[[Death, int], None] = lambda death, count: None
+        self.on_refused: Callable[[Death, int], None] = lambda death, count: None
         self._clock = clock
         self._call_later = call_later
         self.prompts: dict[bytes, _Suspect] = {}
@@ -264,7 +264,7 @@ class Suspects:
                 suspect.refused = True
                 for one in suspect.deaths:
                     one.explained = True
-            self.condemned(death, len(guilty))
+            self.on_refused(death, len(guilty))
             for copy in [copy for suspect in guilty for copy in suspect.copies]:
                 copy.prompt_refused()
 

@@ -24,13 +24,13 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 1_000.0
         self.later: list[tuple[float, object]] = []
-        self.condemned = 0
+        self.refusals = 0
         self.suspects = Suspects(lambda: self.now_s, self.call_later)
-        self.suspects.condemned = self._condemned
+        self.suspects.on_refused = self._count
 
-    def _condemned(self, death: object, count: int) -> None:
+    def _count(self, death: object, count: int) -> None:
         del death
-        self.condemned += count
+        self.refusals += count
 
     def call_later(self, delay_s: float, callback: object) -> None:
         self.later.append((self.now_s + delay_s, callback))
@@ -68,7 +68,7 @@ def test_the_second_death_makes_a_prompt_refused_for_a_while() -> None:
     clock.die(B, b"p")
     assert clock.refused(b"p") == [b"p"]  # At once, before the others on the engine are heard.
     clock.wait()
-    assert (clock.refused(b"p"), clock.condemned) == ([b"p"], 1)
+    assert (clock.refused(b"p"), clock.refusals) == ([b"p"], 1)
     clock.wait(KEPT_S - 2.0)
     assert clock.refused(b"p") == [b"p"]
     clock.wait(2.0)
@@ -237,7 +237,7 @@ def test_who_is_heard_late_of_a_death_is_judged_too() -> None:
     clock.die(B, b"p", sent_s=1_000.9)
     assert clock.refused(b"p") == [b"p"]
     clock.wait()
-    assert (clock.refused(b"p"), clock.condemned) == ([b"p"], 1)
+    assert (clock.refused(b"p"), clock.refusals) == ([b"p"], 1)
 
 
 def test_what_a_dead_engine_was_sent_did_not_kill_it() -> None:
