@@ -227,11 +227,11 @@ class SelectService:
         _send(reply, 200, self._catalogue(self._named(request)))
 
     def _loads(self, request: HttpRequest, reply: Reply) -> None:
-        books, found = self._books(), []
+        loads, found = self._by_engine(), []
         for group in self._named(request):
             scheduler, rows = group.intake.scheduler, []
             for engine in _engines(group):
-                row = books[group.name, engine.target.role.value, engine.name]
+                row = loads[group.name, engine.target.role.value, engine.name]
                 tokens = row["kv_tokens"]
                 load = _load(engine, row, tokens, tokens // BLOCK_TOKENS)
                 rows.append({**load, "kv_tokens": tokens})
@@ -241,11 +241,11 @@ class SelectService:
 
     def _potential_loads(self, request: HttpRequest, reply: Reply) -> None:
         asked = _read(request, _PROMPT)
-        group, tokens, books = self._group(asked.model_name), _tokens(asked), self._books()
+        group, tokens, loads = self._group(asked.model_name), _tokens(asked), self._by_engine()
         cached = self._cached(group, asked) or {}
         rows = []
         for engine in _engines(group):
-            row = books[group.name, engine.target.role.value, engine.name]
+            row = loads[group.name, engine.target.role.value, engine.name]
             then = row["kv_tokens"] + tokens
             if isinstance(engine, Prefiller):
                 then -= cached.get(engine.id, 0)
@@ -292,7 +292,7 @@ class SelectService:
     def _dump(self, _request: HttpRequest, _reply: Reply) -> None:
         raise _RefusedError(501, _NO_DUMP)
 
-    def _books(self) -> dict[tuple[Any, ...], dict[str, Any]]:
+    def _by_engine(self) -> dict[tuple[Any, ...], dict[str, Any]]:
         rows: list[dict[str, Any]] = self._selector.loads()
         return {(row["group"], row["role"], row["engine"]): row for row in rows}
 
@@ -342,7 +342,7 @@ class SelectService:
         asked = _read(request, _PROMPT)
         group = self._group(asked.model_name)
         tokens = _tokens(asked)
-        books = self._books()
+        loads = self._by_engine()
         allowed = self._eligible(group, asked)
         found: list[_Engine] = [
             engine
@@ -354,7 +354,7 @@ class SelectService:
         if not found:
             raise _RefusedError(503, f"no worker of the phase {asked.phase} is schedulable")
         role = found[0].target.role.value
-        least = min(found, key=lambda one: books[group.name, role, one.name]["kv_tokens"])
+        least = min(found, key=lambda one: loads[group.name, role, one.name]["kv_tokens"])
         number, rank = worker_id(least), dp_rank(least)
         name = asked.selection_id or asked.reservation_id
         if name is not None:

@@ -625,7 +625,7 @@ class Selector:
         return Eligible(frozenset(prefillers), frozenset(ranks))
 
     def loads(self) -> list[dict[str, object]]:
-        """Return how busy each engine is, as its books have it: requests and KV tokens."""
+        """Return how busy each engine is, by its group's ledger: requests and KV tokens."""
         return [row for group in self._groups for row in _loads(group)]
 
     def _engines(self) -> Iterator[Prefiller | Rank]:

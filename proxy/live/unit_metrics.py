@@ -7,7 +7,7 @@ groups there are. It prefers the endpoint that says least:
 - `waiting` has no engine: requests in the queue before prefill, in the pool, and for one engine alone.
 - `running` is at work on one: in prefill or decode.
 - `kv-usage` is the mean of the live decode ranks by their capacity, by their engines' last report, else by
-  the scheduler's books. A unit without a live rank is full: it must not look idle.
+  the scheduler's ledger. A unit without a live rank is full: it must not look idle.
 - `cache` has the blocks of the live ranks together.
 - `lora` has the adapters of the requests that are there, while engines serve any.
 """

@@ -6,8 +6,8 @@ Rules:
 - Of a new instance nothing is known yet. It counts as empty until three intervals have passed, so
   that the start is not held up.
 - If no instance of a role can be scraped, the fault is the scraping's. They then count as empty: the
-  proxy's own books go on limiting what it sends, where a 1.0 would stop all service. Whether an
-  engine lives is for its health to say.
+  scheduler's ledger goes on limiting what it sends, where a 1.0 would stop all service. Health
+  checks find out whether an engine lives.
 - A value that does not change is as good as any.
 - At most 500 scrapes begin in a second. Of more instances each is scraped less often, and the interval
   in these rules is that longer one.

@@ -226,7 +226,7 @@ class Leadership:
         self._held_s = sent_s + self._term_s
         self._leader = self._store.name
         if not (self._led and goes_on):
-            # Another one may have decided until now. What it gave to engines is not in the books here.
+            # Another process may have decided until now. The ledger here lacks the requests it gave to engines.
             with suppress(TimeoutError):  # Other loads stay as read last.
                 async with asyncio.timeout(self._exchange_s):
                     await asyncio.gather(*(group.read_loads() for group in self._groups()))

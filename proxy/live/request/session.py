@@ -484,7 +484,7 @@ class Session:
         """Leave an engine that does not answer any more, unless its answer has begun."""
         leg = self.work.leg_at(target)
         begun = self.phase is Phase.STREAMING and leg is not Leg.PREFILL
-        # For its next attempt, or for word of its connection: so it leaves anyway.
+        # For its next attempt, or for the report of its connection: so it leaves anyway.
         waits = self.phase is Phase.BACKOFF or self.work.lost
         if leg is None or begun or waits or not self.recovery.may_try_again(leg):
             return

@@ -235,7 +235,7 @@ class Decisions:
         self._handle(event)
 
     def follow(self) -> None:
-        """Bring the scheduler's mirror of the ranks up to date, as before every decision."""
+        """Bring the scheduler's ledger of the ranks up to date, as before every decision."""
         self.progress.follow(self.at_barrier)
 
     @property

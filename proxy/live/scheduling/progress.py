@@ -401,7 +401,7 @@ class Progress:
             self.steps.observe_answer((record.ended_ns - record.admitted_ns) / 1e9 / rounds)
 
     def follow(self, serving: Sequence[RankId]) -> None:
-        """Bring the mirror up to date; `serving` are the ranks whose loads make the barrier."""
+        """Bring the ledger up to date; `serving` are the ranks whose loads make the barrier."""
         now_s = self._clock()
         for number, (session, since_s) in list(self._joining.items()):
             if now_s - since_s >= self.transfer_s:

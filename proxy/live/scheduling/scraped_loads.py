@@ -1,7 +1,7 @@
 """What scrapes report to the scheduler: foreign requests on the decode ranks, and the loads of prefillers.
 
 A request is foreign if another proxy or client sent it. A page of metrics is a little older than this proxy's
-books, and an engine may run a request for a moment after its client has left. So this proxy's own requests
+ledger, and an engine may run a request for a moment after its client has left. So this proxy's own requests
 count as of this reading or the one before, whichever were more. While it has any, foreign ones count only once
 three readings in a row show some, and a change of them once two do. While it has none, the first reading of a
 rank counts, and later ones once two in a row show some. A proxy that is alone finds nothing.
