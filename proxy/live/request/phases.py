@@ -3,9 +3,9 @@
 Rules:
 
 1. Every move is a row of `TRANSITIONS`; anything else raises `LifecycleError`.
-2. What a session holds follows from its phase alone: an attempt in `PREFILLING`, `DECODING` and
+2. The work of a session follows from its phase alone: an attempt in `PREFILLING`, `DECODING` and
    `STREAMING`, the timer of the next one in `BACKOFF`, and nothing in all other phases, in which
-   the scheduler decides what comes next. A session that leaves a phase closes what it held there; only
+   the scheduler decides what comes next. A session that leaves a phase closes its work there; only
    the attempt whose stream begins goes on.
 3. Whether the client has the head of its answer is another matter: a request that its rank hands
    back in the middle of a stream is `QUEUED` again, and the stream stays open.

@@ -71,7 +71,7 @@ _TARGETS = {api: api.value.encode() for api in Api}
 
 
 class Work:
-    """Nothing: what a session holds that waits for the scheduler, or has ended."""
+    """What a session does in its phase; here nothing: it waits for the scheduler, or has ended."""
 
     __slots__ = ()
 
@@ -87,7 +87,7 @@ class Work:
 
     @property
     def tokens(self) -> int | None:
-        """What has come of a stream; None if nothing is streamed."""
+        """Tokens of the stream so far; None if nothing is streamed."""
         return None
 
     @property
@@ -107,7 +107,6 @@ class Work:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The instances that work for this request, or hold its KV cache."""
         """The instances that work on a leg, or failed to."""
         return ()
 
@@ -318,7 +317,7 @@ class Session:
         self.answer = ClientAnswer(reply, record, left=self.left, slow=self._client_slow)
         self._body: RequestBody | None = body
         self._fingerprint = b""
-        self.work: Work = NO_WORK  # What it holds in its phase.
+        self.work: Work = NO_WORK  # That of its phase.
         self.kv: KvHandle | None = None  # Until a rank has it.
         self.pooled_s = 0.0  # When it began to wait for a rank.
         self.recovery = Recovery(host.context.legs)
