@@ -30,7 +30,7 @@ class MissingKvError(BalanceRouteError):
 
 @dataclass(frozen=True, slots=True)
 class BootstrapIdentity:
-    """What a prefiller's bootstrap server returns."""
+    """The identity that a prefiller's bootstrap server returns."""
 
     engine_id: str  # The engine's id, new with each start.
     bootstrap_address: str  # Where decoders ask for the engine.

@@ -1,4 +1,4 @@
-"""What the outside world gives the proxy: everything that is not the event loop's.
+"""Clocks, files, sockets and callbacks of the proxy: everything that is not the event loop's.
 
 So the same proxy runs on real sockets and in virtual time.
 """
@@ -33,7 +33,7 @@ PAGES_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the outside world gives the proxy."""
+    """Everything outside the proxy and its event loop that it uses."""
 
     log: Log
     rng: random.Random  # Of every random choice.

@@ -56,7 +56,7 @@ _READY_S = 120.0
 
 
 class Inherited:
-    """What the process has from the one that started it; nothing, if that was no hand-over.
+    """The sockets and orders from the process that started this one; none, if that was no hand-over.
 
     Args:
         environment: Of the process; its entry is removed, so that no other process inherits it.

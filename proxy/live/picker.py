@@ -94,7 +94,7 @@ _PIECE_BYTES = 1 << 20  # Of a body, in one message.
 
 
 class Head(Struct, frozen=True):
-    """What a gateway sends of a request before its body."""
+    """A request's head, as a gateway sends it before the body."""
 
     method: bytes
     path: bytes  # Before `?`.

@@ -1,4 +1,4 @@
-"""What the process of a proxy has: its logs, its signals, its descriptors, and its end."""
+"""The process of a proxy: its logs, its signals, its descriptors, and its end."""
 
 import asyncio
 import ctypes

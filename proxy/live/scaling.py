@@ -1,4 +1,4 @@
-"""What autoscalers read: what bounds each group of engines, and how many of each role its load needs."""
+"""Metrics for autoscalers: what bounds each group of engines, and how many of each role its load needs."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping

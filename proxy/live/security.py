@@ -217,7 +217,7 @@ def check_host(headers: Headers, names: Collection[str]) -> Rejection | None:
 
 
 class ServerTls:
-    """What clients are served https with, by the newest certificate.
+    """The TLS context for clients, with the newest certificate.
 
     Each certificate has a context of its own, which a handshake takes: one that cannot be loaded leaves a
     part of itself in a context, and no handshake succeeds there any more.

@@ -55,7 +55,7 @@ MAX_BODY_BYTES = 1 << 20
 CONNECTIONS = 4096
 """At a time; each request that waits for an engine has one."""
 BLOCK_TOKENS = 16
-"""What `output_block` counts; answers have it as `block_size`."""
+"""Tokens that one call of `output_block` counts; answers have it as `block_size`."""
 
 _MOST_TOKENS = 1 << 24  # More than any context has.
 _MOST_BLOCKS = 8192  # Whose hashes a request may have.

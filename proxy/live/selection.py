@@ -493,7 +493,7 @@ def _both(one: Eligible | None, other: Eligible | None) -> Eligible | None:
 
 
 class Asked(Struct, frozen=True):
-    """What a caller says of a request whose body it keeps."""
+    """A request whose caller keeps its body."""
 
     request_id: str  # 1 to 128 visible characters.
     prompt_tokens: int

@@ -37,7 +37,7 @@ _WAITING = (LifecycleState.QUEUED, LifecycleState.POOLED)
 
 
 class _Size(NamedTuple):
-    """What an engine reported of the KV cache of each of its ranks."""
+    """The KV cache of each of an engine's ranks, as it reported."""
 
     tokens: int | None
     block_tokens: int | None
@@ -126,7 +126,7 @@ class UnitMetrics(Collector):
 
     @property
     def _model(self) -> str:
-        """What the unit serves, if that is one model."""
+        """The model that the unit serves, if it is one."""
         first = self._groups.first
         if self._groups.several:
             return ""

@@ -246,7 +246,7 @@ _log = logging.getLogger(__name__)
 
 
 class Control(Protocol):
-    """What the pages show and change. Orders raise ConfigError, UnknownInstanceError, ConflictError."""
+    """The proxy, as the pages show and change it. Orders raise ConfigError, UnknownInstanceError, ConflictError."""
 
     @property
     def ready(self) -> bool:
@@ -254,7 +254,7 @@ class Control(Protocol):
 
     @property
     def pausing(self) -> Pausing:
-        """What pauses, resumes and aborts."""
+        """Pauses, resumes and aborts."""
 
     def state(self, *, requests: bool) -> dict[str, object]:
         """Return `state`, or `groups` by name, with each live request if asked."""

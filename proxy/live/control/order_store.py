@@ -1,4 +1,4 @@
-"""What administrators and discovery have made of the settings, kept for the process started next.
+"""Orders of administrators, and engines that discovery found, kept for the process started next.
 
 A process that takes over reads the settings, which lack the orders and the found engines since then.
 With --roster-state it outlives the proxy.

@@ -1,4 +1,4 @@
-"""What administrators send: the JSON of orders."""
+"""The JSON of administrators' orders."""
 
 import json
 from collections.abc import Mapping

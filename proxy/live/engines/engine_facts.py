@@ -39,7 +39,7 @@ _UNSET = "auto"  # The type that the weights have.
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine's pages say; empty for what they do not."""
+    """The values of an engine's pages; empty for missing ones."""
 
     version: str = ""
     # Names of base models, each with where its weights come from.

@@ -1,4 +1,4 @@
-"""What a page of engine metrics says: how large and how full its KV cache is, and of how many engines.
+"""The values of a page of engine metrics: how large and how full its KV cache is, and of how many engines.
 
 The page comes from outside and is read with suspicion: only the lines of the few metrics that are
 wanted are looked at, and a value that cannot be true refuses the page as a whole.
@@ -53,7 +53,7 @@ class MetricsPageError(BalanceRouteError):
 
 @dataclass(frozen=True, slots=True)
 class EngineGauges:
-    """What a page says."""
+    """The values of a page."""
 
     kv_cache_usage: float  # 0 to 1; that of the fullest engine.
     # KV caches that were pulled after their lease had ended, since the engine started; None if the
@@ -78,7 +78,7 @@ class EngineGauges:
 
 @dataclass(frozen=True, slots=True)
 class KvSigns:
-    """What a page shows of the engine's KV connector; None for what it does not."""
+    """The signs of the engine's KV connector on a page; None for a missing one."""
 
     # As in `EngineGauges`; empty for a page that says nothing.
     engines: frozenset[str] = frozenset()
@@ -94,7 +94,7 @@ class KvSigns:
 
     @property
     def brought(self) -> float | None:
-        """What grows with each KV cache that is pulled; None if the page has nothing that does."""
+        """A counter that grows with each KV cache that is pulled; None if the page has none."""
         return self.pulls if self.pulled is None and self.nixl else self.pulled
 
 

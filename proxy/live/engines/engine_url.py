@@ -45,7 +45,7 @@ class EngineUrl:
 
     @property
     def name(self) -> str:
-        """What to call it in messages and metrics: the URL, with `@rank` if it has one."""
+        """Its name in messages and metrics: the URL, with `@rank` if it has one."""
         return self.base if self.rank is None else f"{self.base}@{self.rank}"
 
     def __str__(self) -> str:

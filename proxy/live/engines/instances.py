@@ -94,7 +94,7 @@ class FirstTokenTrust:
 
 
 class Role(Enum):
-    """What an instance does."""
+    """The role of an instance."""
 
     # Enum's own hash is Python code, and every request looks its engines up.
     __hash__ = object.__hash__

@@ -206,7 +206,7 @@ class FallBack:
 
 
 class ModelAttempt:
-    """What one group has for a client: see `Reply`."""
+    """The `Reply` that one group gets in place of the client's."""
 
     def __init__(self, chain: FallBack, inner: Reply, record: RequestRecord) -> None:
         self.inner = inner  # The client.

@@ -102,7 +102,7 @@ class SingleExchange:
 
     @property
     def fingerprint(self) -> bytes:
-        """What names what it asks for, see `Suspects`; empty for nothing that engines compute."""
+        """Its name for `Suspects`; empty if engines compute nothing for it."""
         request = self._request
         if request is not None and request.body and not self._fingerprint:
             path, boundary = request.path.decode("latin-1"), boundary_of(request.headers)

@@ -1,4 +1,4 @@
-"""What becomes of a request that is refused before anything is done for it: answered, counted, logged.
+"""Refusals of requests before anything is done for them: answered, counted, logged.
 
 That is so wherever it is refused: by the HTTP server (malformed, too large, too slow), on its head
 (route, method, key, media type), or for its body.

@@ -27,7 +27,7 @@ from balanceroute.proxy.wire.http1.heads import RequestHead, encode_fields
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection
 
 NOT_FOUND = Rejection(404, "Not Found")
-"""Of what is not served."""
+"""Of requests that are not served."""
 
 # Visible ASCII that stands in JSON as it is.
 _REQUEST_ID = re.compile(rb"[!#-\[\]-~]{1,128}")

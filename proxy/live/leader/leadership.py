@@ -37,7 +37,7 @@ _HAND_OVER_S = 0.1
 
 
 class LeaderError(BalanceRouteError):
-    """It is not known who leads."""
+    """The leader is not known."""
 
 
 class LeaderStore(Protocol):
@@ -55,7 +55,7 @@ class LeaderStore(Protocol):
 
     @property
     def place(self) -> str:
-        """What the log calls it."""
+        """Its name in the log."""
         ...
 
     async def claim(self, *, leads: bool) -> str:

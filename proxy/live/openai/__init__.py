@@ -1,1 +1,1 @@
-"""What bodies and answers mean: pure functions and parsers, without sockets."""
+"""Bodies and answers of the APIs: pure functions and parsers, without sockets."""

@@ -263,7 +263,7 @@ class _ToolUse(_Block, tag="tool_use"):
 
 
 class _Message(Struct):
-    """What `message_events` needs of one."""
+    """The members that `message_events` needs."""
 
     id: str
     model: str

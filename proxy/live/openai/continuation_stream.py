@@ -254,7 +254,7 @@ class TokenContinuation(TokenStream):
 
 
 class _Repeating(StreamReader):
-    """What these readers have in common: nothing reaches the client twice."""
+    """The base of these readers: nothing reaches the client twice."""
 
     __slots__ = ()
     _delivered: Delivered

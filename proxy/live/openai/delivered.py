@@ -1,4 +1,4 @@
-"""What the client of a stream has, so that another engine can begin the answer again.
+"""The answer that the client of a stream has, so that another engine can begin it again.
 
 Some answers cannot go on behind their ids: an engine's grammar, its penalties, and its parsers of reasoning
 and tool calls begin anew with each request. The proxy asks for such an answer once more from its beginning. It
@@ -94,7 +94,7 @@ class _Grown(Struct, eq=False):
 
 
 class Delivered:
-    """What the client of one stream has.
+    """The answer that the client of one stream has.
 
     Attributes:
         lost: Whether it is no longer known what the client has, so that nothing can be compared.
@@ -194,7 +194,7 @@ class Delivered:
 
 
 class DeliveredChoices(Delivered):
-    """What the client has of a stream whose events have choices: chats, completions, and ids.
+    """That of a stream whose events have choices: chats, completions, and ids.
 
     Parsers of tool calls withhold text, log-probabilities come at once. So one of them may bring something new
     while the engine still repeats the other one: the new part waits.

@@ -63,7 +63,7 @@ _NAMES = {
 
 
 class EngineError(Struct, frozen=True):
-    """What an engine reported."""
+    """An error that an engine reported."""
 
     status: int  # From 400 to 599.
     words: str  # Its reason, cut for a log; empty if it gives none.

@@ -62,7 +62,7 @@ _TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an event says of its stream."""
+    """The state of a stream by one of its events."""
 
     final: bool  # Whether the answer is complete with it.
     error: str  # What it reports; empty if it reports none.

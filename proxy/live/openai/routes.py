@@ -25,7 +25,7 @@ GENERATION, OWN = Handling.GENERATION, Handling.OWN
 
 
 class Media(Enum):
-    """What the body of a route's request is."""
+    """The kind of body of a route's requests."""
 
     NONE = ""
     JSON = "application/json"
@@ -167,7 +167,7 @@ CONTROL: tuple[Route, ...] = tuple(
     )
     for path in paths
 )
-"""What of the admin listener the clients' port may serve too. No engine's own route: so it is not among `ROUTES`."""
+"""Routes of the admin listener that the clients' port may serve too. No engine has them: so not among `ROUTES`."""
 
 LIVE = (b"/health", b"/liveness", b"/ping")
 # The last one is what vLLM's own disaggregation proxies have.

@@ -153,7 +153,7 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE = (
 
 
 class Shape(Struct, frozen=True):
-    """What routing needs to know of a request."""
+    """A request, as far as routing depends on it."""
 
     api: Api
     model: str  # The `model` member, "" if it is absent.

@@ -1,4 +1,4 @@
-"""What every reader of an engine's stream has: its beginning, its count of tokens, and its errors."""
+"""The base of every reader of an engine's stream: its beginning, its count of tokens, and its errors."""
 
 import json
 from typing import TYPE_CHECKING, Any

@@ -53,7 +53,7 @@ class _Holder(Struct):
 
 
 class _Held(Struct):
-    """Where usage stands in an answer or an event; the rest is passed over."""
+    """The usage of an answer or an event; the decoder skips the rest."""
 
     usage: msgspec.Raw = msgspec.Raw()
     response: _Holder | None = None
@@ -64,7 +64,7 @@ _decode_held = msgspec.json.Decoder(_Held).decode
 
 
 class PromptUsage(Struct, frozen=True):
-    """What the engine that computed a prompt reports of it."""
+    """The counts of a prompt by the engine that computed it."""
 
     cached_tokens: int  # Found in its prefix cache.
     written_tokens: int | None = None  # Put there; None if the engine does not report it.
@@ -106,7 +106,7 @@ class PromptUsage(Struct, frozen=True):
 
 
 class UsageRewrite:
-    """What an engine cannot know of the usage that it reports.
+    """Corrects the usage that an engine reports by counts that it cannot know.
 
     Args:
         prompt: Reported by the prefill leg; None leaves the engine's own.
@@ -239,7 +239,7 @@ _MAX_DIGITS = 9
 
 
 class CountsAsked(Struct, frozen=True):
-    """What a decode leg asks for beyond its client."""
+    """The counts that a decode leg asks for beyond its client's wishes."""
 
     options: Mapping[str, object]  # The leg's `stream_options`.
     each: bool  # Whether every event is to report its count; else the end alone reports the total.

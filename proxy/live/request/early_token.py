@@ -45,7 +45,7 @@ class EarlyToken:
 
     @property
     def comparison(self) -> Callable[[bytes], bool] | None:
-        """What compares each event of a rank's stream until it is true; None if nothing is to be."""
+        """Compares each event of a rank's stream until it returns true; None for no comparison."""
         if self._doubted is None:
             return None
         return partial(self._compare, self._doubted, RepeatedText(self._doubted.text))

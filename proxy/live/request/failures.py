@@ -1,4 +1,4 @@
-"""What becomes of a request when a leg of it fails: the table of docs/failures.md as code.
+"""How a request goes on when a leg of it fails: the table of docs/failures.md as code.
 
 Pure: the session passes what happened, `triage` returns what to blame and how to continue.
 
@@ -113,7 +113,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What to do about a failure."""
+    """How to react to a failure."""
 
     # Which check counts it. A failure where a rank was to pull a KV cache may be the prefiller's.
     blame: Blame
@@ -278,7 +278,7 @@ class Retry:
 
 
 class Recovery(Struct, eq=False):
-    """What one request has been through."""
+    """The failures of one request so far."""
 
     _legs: LegSettings
     tries: dict[Leg, int] = {}  # Attempts of each leg.

@@ -1,4 +1,4 @@
-"""Where a request stands between its client and the engines: every phase, and every way between them.
+"""The phases of a request between its client and the engines, and every way between them.
 
 Rules:
 
@@ -18,7 +18,7 @@ from balanceroute.proxy.live.telemetry.record import Event, Leg, RequestRecord, 
 
 
 class Phase(Enum):
-    """Where a request stands."""
+    """The phase of a request."""
 
     # Enum's own hash is Python code, and every move looks a phase up.
     __hash__ = object.__hash__

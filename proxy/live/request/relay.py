@@ -76,7 +76,7 @@ _WORTH_EVENTS, _MOST_IN_VAIN = 32, 3
 
 
 class StreamEvents(Protocol):
-    """What becomes of the stream. All but `stream_started` and `stream_remarked` end it."""
+    """Events of the stream. All but `stream_started` and `stream_remarked` end it."""
 
     def decode_refused(self, status: int, headers: Headers, body: bytes) -> None:
         """The engine answered, but not with a stream."""

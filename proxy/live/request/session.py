@@ -324,13 +324,13 @@ class Session:
 
     @property
     def body(self) -> RequestBody:
-        """What the client sent. It is large, and gone once nothing can be sent again."""
+        """The client's body. It is large, and gone once nothing can be sent again."""
         assert self._body is not None, f"the body of request {self.number} is released"
         return self._body
 
     @property
     def fingerprint(self) -> bytes:
-        """What names its prompt; see `Suspects`."""
+        """The name of its prompt; see `Suspects`."""
         if not self._fingerprint:
             self._fingerprint = self.context.suspects.of(self.record.endpoint, self.body)
         return self._fingerprint

@@ -52,7 +52,7 @@ MOST_PROMPTS = 4096
 REASON = "two engines died while they worked on this prompt, so it is not tried again for now"
 
 SUSPECTED = "poison"
-"""What a request is refused for whose prompt may kill engines; see `RequestRecord.refused_for`."""
+"""The `RequestRecord.refused_for` of a request whose prompt may kill engines."""
 
 # All that was on an engine loses its connection within this time, as its system closes them at once; what
 # is lost later is lost otherwise.
@@ -293,7 +293,7 @@ class Suspects:
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """What all sessions of a process share."""
+    """The parts that all sessions of a process share."""
 
     connector: Connector  # Says what KV parameters each leg has.
     legs: LegSettings  # Time limits and retries.
@@ -316,7 +316,7 @@ class SessionContext:
 
 
 class Host(Protocol):
-    """What a session needs of the driver."""
+    """The driver, as a session calls it."""
 
     @property
     def context(self) -> SessionContext: ...
@@ -441,7 +441,7 @@ class StreamLent(Struct, frozen=True):
 
 
 class StreamReturned(Struct, frozen=True):
-    """It does so no more, and the number may become another stream's."""
+    """The pump no longer moves it, and the number may become another stream's."""
 
     request: RequestId
     slot: int

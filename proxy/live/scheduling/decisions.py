@@ -133,7 +133,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """What records events, besides the scheduler."""
+    """The parts that record events, besides the scheduler."""
 
     health: Health  # Gets the end of each leg.
     predictors: PredictorSet  # Gets every request; the core asks it.

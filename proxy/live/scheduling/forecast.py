@@ -1,4 +1,4 @@
-"""What latency a request would meet in a deployment if it were sent there now."""
+"""The latency that a request would meet in a deployment if it were sent there now."""
 
 from math import inf
 

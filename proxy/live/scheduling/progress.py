@@ -57,7 +57,7 @@ _Request = TypeVar("_Request", bound="Started")
 
 @dataclass(slots=True)
 class Advance(Generic[_Request]):
-    """What changed since the last look."""
+    """The changes since the last look."""
 
     steps: int  # Steps that passed.
     # Time of each, in seconds; None if it was not measured, or if the fleet paused.

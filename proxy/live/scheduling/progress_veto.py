@@ -72,7 +72,7 @@ class _Veto:
 
 
 class _Here:
-    """What the ranks have at one moment, looked up together: a look at all requests for each would take long."""
+    """The requests of all ranks at one moment, looked up together: a look at all requests for each takes long."""
 
     def __init__(
         self, requests: Mapping[RequestId, Request], sessions: Mapping[RequestId, Session]

@@ -1,4 +1,4 @@
-"""What the text of a setting may be. Messages read on from the setting's name."""
+"""Checks of the text of a setting. Messages read on from the setting's name."""
 
 import re
 
@@ -16,7 +16,7 @@ PICKER_METRICS = {
     "cache": "vllm:cache_config_info",
     "lora": "vllm:lora_requests_info",
 }
-"""What endpoint pickers read of a model server, by what it is, with vLLM's names."""
+"""The metrics of a model server that endpoint pickers read, with vLLM's names."""
 
 
 def decode_address(word: str) -> tuple[EngineUrl, bool]:

@@ -90,7 +90,7 @@ class Http3Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSettings:
-    """Who is let in, and in what order requests wait."""
+    """Admission of requests, and the order in which they wait."""
 
     admission: str = choice("bounded", "who is let in", words(ADMISSIONS))
     queue_limit: int = integer(
@@ -420,7 +420,7 @@ class ListeningSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """What a gateway above several such proxies gets from each."""
+    """Services for a gateway above several such proxies."""
 
     picker_metrics: tuple[tuple[tuple[str, str], ...], ...] = texts(
         "on the clients' port /metrics begins with the whole unit as one model server, for endpoint pickers, "

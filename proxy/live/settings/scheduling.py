@@ -33,7 +33,7 @@ OTHER_CHOICES = {
     "power_of_two": "power-of-two",
     "round_robin": "round-robin",
 }
-"""What vllm-router calls prefill choices."""
+"""vllm-router's names of prefill choices."""
 
 
 def policy_name(name: str) -> str:
@@ -54,7 +54,7 @@ def policy_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingSettings:
-    """What goes where, how much of it, and when. None is no limit, or what a rule gives."""
+    """The choice of engines for requests, and its limits. None is no limit, or that of a rule."""
 
     policy: str = text(
         "br-h",

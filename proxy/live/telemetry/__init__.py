@@ -1,1 +1,1 @@
-"""What the proxy records about itself: metrics, logs and snapshots."""
+"""The proxy's records about itself: metrics, logs and snapshots."""

@@ -130,7 +130,7 @@ class EngineMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Http3Counts:
-    """What became of handshakes, and of what the order of streams is for. Counters are since start."""
+    """Handshakes, and the results of the order of streams. Counters are since start."""
 
     open: int  # Those that are not over.
     retries: int  # Newcomers that had to show that they receive at their address.

@@ -1,4 +1,4 @@
-"""What the proxy exports to Prometheus.
+"""The metrics that the proxy exports to Prometheus.
 
 Rules:
 - Names begin with `balanceroute_` and end with their unit. Where vLLM has a metric of the same

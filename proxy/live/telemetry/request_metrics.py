@@ -54,14 +54,14 @@ def _gap_ns(record: RequestRecord) -> float | None:
 
 @dataclass(slots=True)
 class Counts:
-    """What became of requests since the start, for the admin page."""
+    """The outcomes of requests since the start, for the admin page."""
 
     outcomes: dict[str, int]  # How many ended how.
     output_tokens: int  # Tokens that reached clients, of those that ended.
 
 
 class GroupMetrics(_Ended):
-    """What became of the requests of each of several groups."""
+    """The outcomes of the requests of each of several groups."""
 
     def __init__(self) -> None:
         self._requests = Totals(
@@ -105,7 +105,7 @@ class GroupMetrics(_Ended):
 
 
 class TenantMetrics(_Ended):
-    """What became of the requests of each tenant, how long they waited, and their tokens.
+    """The outcomes of the requests of each tenant, how long they waited, and their tokens.
 
     Attributes:
         names: Those of the file of tenants, of which the first that come are labels; the rest are `other`.
@@ -165,7 +165,7 @@ class TenantMetrics(_Ended):
 
 @dataclass(frozen=True, slots=True)
 class AliasWorth:
-    """What answers to an alias are worth."""
+    """The worth of answers to an alias."""
 
     tpot_ms: float | None  # Target of the time per output token; None if there is none.
     ttft_ms: float | None  # Target of the time to the first token; None if there is none.
@@ -231,7 +231,7 @@ MAX_STATUSES = 32
 
 
 class _Latencies:
-    """What clients feel, by model."""
+    """Latencies that clients see, by model."""
 
     def __init__(self, registry: Registry) -> None:
         self.ttft = registry.histograms(

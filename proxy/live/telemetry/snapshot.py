@@ -109,7 +109,7 @@ class BudgetState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What listeners and connections hold. Counters are since start."""
+    """Listeners and connections. Counters are since start."""
 
     client_connections: int
     engine_connections: int
