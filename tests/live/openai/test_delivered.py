@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 from balanceroute.proxy.live.openai import delivered as module
-from balanceroute.proxy.live.openai.delivered import (
-    Delivered,
-    DeliveredChoices,
-    DeliveredEvents,
-    DiffersError,
-)
+from balanceroute.proxy.live.openai.delivered import DeliveredChoices, DeliveredEvents, DiffersError
 from balanceroute.proxy.wire.sse import whole_events
 
 
@@ -43,7 +38,9 @@ def named(kind: str, **members: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
-def passed(sent: Delivered, events: Iterable[bytes], *, may_abort: bool = False) -> list[bytes]:
+def passed(
+    sent: module.Delivered, events: Iterable[bytes], *, may_abort: bool = False
+) -> list[bytes]:
     """Return what the client gets of some events, as the readers have it."""
     got: list[bytes] = []
     for one in events:
