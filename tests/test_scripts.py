@@ -412,13 +412,13 @@ def test_an_answer_is_worth_its_model_if_it_is_in_time(tmp_path: Path) -> None:
     module = script("reproduce.streams")
     module.make_certificate(tmp_path, kind="ed25519")
     real_time, _, long = module.KINDS
-    planned = [module.Planned(long, 0.1 * n, 0, 20) for n in range(40)]
-    planned += [module.Planned(real_time, 4.0, module.PREFERRED, 20)]
+    planned = [module.Planned(long, 0.1 * n, 0, 20) for n in range(20)]
+    planned += [module.Planned(real_time, 2.0, module.PREFERRED, 20)]
     medium, large = (
         module.worth("ml", module.Static(place), planned[-1:], 1, tmp_path) for place in (0, 1)
     )
     assert (medium, large) == (0.94, 1.0)
-    # Behind 4 MB the urgent one is late unless it goes first.
+    # Behind 2 MB the urgent one is late unless it goes first.
     fcfs, ml = (module.worth(one, module.Static(0), planned, 1, tmp_path) for one in ("fcfs", "ml"))
     assert ml > fcfs
 
