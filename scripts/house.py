@@ -175,7 +175,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_450, 37),
     "proxy/wire": (7_550, 24),
-    "proxy/live": (37_950, 124),
+    "proxy/live": (38_000, 124),
     "proxy/lab": (15_400, 55),
     "proxy/cli": (5_500, 25),
     "predictors": (3_750, 13),
