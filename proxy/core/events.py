@@ -128,11 +128,11 @@ class DecodeLost(Struct, frozen=True):
 class DecodeStarted(Struct, frozen=True):
     """The request joined its rank's batch, so the KV transfer is over.
 
-    Without `first_token`, the driver only expects the first token to have come by now.
+    Without `token_seen`, the driver only expects the first token to have come by now.
     """
 
     request: RequestId
-    first_token: bool = True
+    token_seen: bool = True
 
 
 class StepCompleted(Struct, frozen=True):

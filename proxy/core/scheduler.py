@@ -557,7 +557,7 @@ class Scheduler:
         if request.state is not DECODING or request.started:
             raise LifecycleError(f"request {request.request} cannot start in {request.state.name}")
         request.started = True
-        if event.first_token:
+        if event.token_seen:
             assert request.rank is not None
             self.ranks.proved[request.rank] = True
         # It decodes here, so earlier losses no longer restrict a later choice.

@@ -102,7 +102,7 @@ class WarmUp:
         """
         if isinstance(event, _PROOFS):
             # The driver infers the start of an answer that is not streamed, which proves nothing.
-            inferred = isinstance(event, DecodeStarted) and not event.first_token
+            inferred = isinstance(event, DecodeStarted) and not event.token_seen
             if not inferred and event.request not in self._just_sent:
                 self._proved(event.request, full)
         elif isinstance(event, _LOSSES) and event.request not in self._just_sent:

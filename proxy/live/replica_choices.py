@@ -237,7 +237,7 @@ class ReplicaChoices:
         pace, now_s = self._paces.get(rank), self._clock()
         begin = -1.0 if pace is None else pace.rounds_at(now_s)
         self._progress[request] = _Progress(rank, begin, now_s)
-        self.feed(DecodeStarted(request, first_token=False), self._now_ns())
+        self.feed(DecodeStarted(request, token_seen=False), self._now_ns())
 
     def ended(self, request: RequestId) -> None:
         """Note that its replica has it no more, for whatever reason."""

@@ -447,7 +447,7 @@ class Reservation(Session):
         if seen:
             self.record.first_token_ns = round(now_s * 1e9)
             implied.append(LegSucceeded(self._leg.engine.target))
-        self.host.feed(events.DecodeStarted(self.number, first_token=seen), *implied)
+        self.host.feed(events.DecodeStarted(self.number, token_seen=seen), *implied)
         return True
 
     def progressed(self, tokens: int) -> bool:

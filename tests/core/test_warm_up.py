@@ -122,7 +122,7 @@ def test_a_start_that_is_only_expected_proves_nothing_and_an_answer_does() -> No
     site.send(100)
     site.tick()
     (request,) = site.on[R1]
-    site.driver(DecodeStarted(request, first_token=False))
+    site.driver(DecodeStarted(request, token_seen=False))
     assert site.tick()[R1] == 0
     site.driver(RequestFinished(request))
     site.on[R1] = []

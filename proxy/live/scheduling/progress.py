@@ -406,7 +406,7 @@ class Progress:
         for number, (session, since_s) in list(self._joining.items()):
             if now_s - since_s >= self.transfer_s:
                 self._join(session)
-                self._feed(DecodeStarted(number, first_token=False))
+                self._feed(DecodeStarted(number, token_seen=False))
         advance = self.steps.advance(self._counts, now_s)
         if advance.steps:
             step_s, scheduler = advance.step_s, self._scheduler

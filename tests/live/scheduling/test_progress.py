@@ -167,7 +167,7 @@ def test_a_request_without_a_stream_joins_after_the_time_that_streams_took() -> 
     site.now_s += 0.9
     assert site.follow() == []
     site.now_s += 0.2
-    assert site.follow() == [DecodeStarted(B, first_token=False)]
+    assert site.follow() == [DecodeStarted(B, token_seen=False)]
     assert set(site.progress.started) == {A, B}
 
 
