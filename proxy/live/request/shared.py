@@ -347,8 +347,8 @@ class Host(Protocol):
             fault: How.
             lost_with: The engine that the attempt ended with. While that is down and another one
                 of its role takes requests, this takes nothing from the budget.
-            pulled_from: Whose KV cache a rank was to pull: while that prefiller is on trial, the
-                attempt takes nothing from the budget.
+            pulled_from: Whose KV cache a rank was to pull: while that prefiller is on trial, or down
+                as above, the attempt takes nothing from the budget.
         """
 
     def choose_prefiller(

@@ -250,9 +250,11 @@ class Feedback:
     ) -> bool:
         """Take one retry from the budget, if there is one; see `Host.may_retry`."""
         # A trial is the proxy's own doing, and its request goes on with instances that work.
-        trial = pulled_from is not None and self._instances.prefillers[pulled_from].kv_trial
-        left = lost_with is not None and self._instances.others_serve(lost_with)
-        if not (trial or left or self.retries.spend()):
+        source = None if pulled_from is None else self._instances.prefillers[pulled_from]
+        free = source is not None and source.kv_trial
+        lost = (lost_with, None if source is None else source.target)
+        free |= any(one is not None and self._instances.others_serve(one) for one in lost)
+        if not (free or self.retries.spend()):
             return False
         self._metrics.legs.retry(leg, fault.value)
         return True

@@ -146,6 +146,9 @@ def test_what_an_engine_leaves_is_free_while_another_one_of_its_role_serves(
     first.status = status
     assert feedback.may_retry("prefill", Fault.RESET, first.target, None)
     assert not feedback.may_retry("prefill", Fault.RESET, second.target, None)
+    # So is what a rank could not pull from it.
+    assert feedback.may_retry("decode", Fault.SERVER_ERROR, None, first.id)
+    assert not feedback.may_retry("decode", Fault.SERVER_ERROR, None, second.id)
     # Of another role nobody helps, and nobody helps where all are down.
     site.instances.ranks[R].status = status
     assert not feedback.may_retry("prefill", Fault.SERVER_ERROR, None, None)
