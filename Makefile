@@ -79,7 +79,7 @@ test-all: $(NATIVE) ## all cases: every policy, and both event loops (about twic
 test-without-native: $(INSTALLED) ## those that stream through real processes again, in Python alone
 	@TEST_NATIVE=off $(PYTEST) $(STREAMING)
 
-test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (6 GB once)
+test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (20 minutes; 6 GB once)
 	@$(BIN)/python scripts/checks engines
 	@BALANCEROUTE_VLLM_PYTHON=build/vllm-venv/bin/python $(BIN)/pytest -m slow tests/topologies
 

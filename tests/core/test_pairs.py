@@ -177,9 +177,11 @@ class _World(DrawnDeeds):
 
     def look_at(self, action: Action) -> None:
         match action:
-            case StartPrefill(_, prefiller, _):
+            case StartPrefill(number, prefiller, _):
                 ranks = self.pairs.get(prefiller)
-                assert ranks is None or ranks & self.open
+                # What a prefiller does alone needs no rank.
+                alone = not self.scheduler.requests[number].ticket.decode
+                assert alone or ranks is None or ranks & self.open
             case Admit(number, rank):
                 prefilled_by = self.scheduler.requests[number].prefiller
                 assert prefilled_by is not None

@@ -305,7 +305,7 @@ def locally_played(short: float, limit: int | None, *, always: bool = False) -> 
     )
     forecast = lambda *_: NoPrediction()  # noqa: E731
     simulation = make_simulation(
-        deployment, mixed(short, 1.0, 1_000), "br-0", PolicySettings(), forecast, seed="0"
+        deployment, mixed(short, 1.0, 1_500), "br-0", PolicySettings(), forecast, seed="0"
     )
     metrics = simulation.run().metrics()
     simulation.scheduler.check()
