@@ -267,6 +267,8 @@ class Decisions:
 
     def _handle(self, event: Event) -> None:
         scheduler = self._scheduler
+        # Before: a first token may end the last warm-up, and that rank may have its full share.
+        warms = scheduler.ranks.warm_up.active
         actions = scheduler.handle(event, now_ns=int(self._clock() * 1e9 + 0.5))
         if actions:
             self._perform(actions)
@@ -275,7 +277,7 @@ class Decisions:
             if kind in _POOLING:
                 self._ticks.wake(0.0)
             # A rank that warms up may have more with each of its first tokens.
-            elif kind in _FREEING or (kind is DecodeStarted and scheduler.ranks.warm_up.active):
+            elif kind in _FREEING or (kind is DecodeStarted and warms):
                 self._ticks.wake(self._settle_s)
 
     def _tick(self) -> None:

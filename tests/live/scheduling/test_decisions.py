@@ -9,17 +9,23 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from tests.core.driver import Driver
 
 from balanceroute.proxy.core.events import (
+    Admit,
+    DecodeStarted,
     Eligible,
     Event,
+    PrefillDone,
     PrefillerClosed,
     PrefillerId,
     PrefillerOpened,
     RankClosed,
     RankId,
     RankOpened,
+    RequestArrived,
     RequestId,
+    Tick,
     Ticket,
 )
 from balanceroute.proxy.core.lifecycle import LifecycleState, Request
@@ -34,6 +40,7 @@ from balanceroute.proxy.live.engines.instances import (
 )
 from balanceroute.proxy.live.scheduling.decisions import (
     SWEEP_S,
+    Decisions,
     DriverSettings,
     OpenInstances,
     Stranded,
@@ -99,6 +106,34 @@ def test_after_a_decision_another_one_may_be_called_for() -> None:
     timer.cancel()
     timer.wake(0.0)
     assert [handle.cancelled for _, handle in loop.calls] == [True, False]
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_each_first_token_of_a_rank_that_warms_up_brings_a_decision(*, cold: bool) -> None:
+    driver = Driver("br-0", ranks=2, batch_limit=3)
+    driver(RankClosed(RankId(1)))
+    for number in map(RequestId, range(9)):
+        driver(RequestArrived(number, Ticket(10)), PrefillDone(number, 10))
+    for action in driver(Tick()):
+        assert isinstance(action, Admit)
+        driver(DecodeStarted(action.request))
+    # The window of one that is on trial, and not cold, ends with its first token.
+    driver(RankOpened(RankId(1), on_trial=True, cold=cold))
+    scheduler, decisions = driver.scheduler, MagicMock()
+    got: list[int] = []
+    decisions._scheduler, decisions._clock, decisions._settle_s = scheduler, lambda: 1.0, 0.002
+    while actions := driver(Tick()):
+        got.append(len(actions))
+        for action in actions:
+            assert isinstance(action, Admit)
+            assert action.rank == 1
+            warms = scheduler.ranks.warm_up.active
+            decisions._ticks.wake.reset_mock()
+            Decisions._handle(decisions, DecodeStarted(action.request))
+            assert decisions._ticks.wake.call_count == warms
+    assert got == [1, 2]
+    assert scheduler.pool.slots == 3
+    assert not scheduler.ranks.warm_up.active
 
 
 # The timer of sweeps: between two steps of the engines, if there is such a moment soon.
