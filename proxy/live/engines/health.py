@@ -321,7 +321,8 @@ class Health:
         elif not watch.up:
             # Only what comes back and fails again waits longer: a probe costs an engine nothing, and
             # one that was away for minutes should not idle for half a minute more.
-            self._schedule(watch, self._settings.health_interval_s)
+            settings = self._settings
+            self._schedule(watch, min(settings.health_interval_s, settings.backoff_max_s))
             if fault in _CONNECT_FAULTS and not watch.gone:
                 watch.gone = True
                 self._on_gone(target)

@@ -36,12 +36,12 @@ def unexpected(what: str, error: Exception) -> None:
 class Bench:
     """A Health with a clock that stands until it is moved."""
 
-    def __init__(self, *targets: Target) -> None:
+    def __init__(self, *targets: Target, settings: HealthSettings = SETTINGS) -> None:
         self.now_s = 100.0
         self.changes: list[tuple[Target, bool, str]] = []
         self.known: list[Target] = []
         self.health = Health(
-            SETTINGS,
+            settings,
             fetch=never,
             on_change=lambda target, up, reason: self.changes.append((target, up, reason)),
             on_gone=lambda _: None,
@@ -221,6 +221,15 @@ def test_an_engine_that_is_away_is_probed_as_often_as_others(fault: Fault) -> No
         gaps_s.append(bench.now_s - before_s)
     for gap_s, expected_s in zip(gaps_s, [1, 5, 5, 5, 5, 5], strict=True):
         assert expected_s * 0.9 - 0.1 <= gap_s <= expected_s * 1.1 + 0.2
+
+
+def test_an_engine_that_is_away_does_not_wait_for_the_next_of_rare_checks() -> None:
+    bench = Bench(DECODERS[0], settings=replace(SETTINGS, health_interval_s=60.0))
+    bench.fail(DECODERS[0], Fault.CONNECT)
+    bench.probe(DECODERS[0], Fault.CONNECT)
+    before_s = bench.now_s
+    bench.probe(DECODERS[0], None)
+    assert bench.now_s - before_s <= 8.0 * 1.1 + 0.2
 
 
 def flap(bench: Bench, *, up_s: float) -> float:
