@@ -90,6 +90,19 @@ async def test_a_prefiller_takes_no_answer_along_however_many_it_has(site: Site)
     assert sum(record.retries for record in site.world.ended) > 60
 
 
+@served(flags={"quarantine_failures": 1_000})
+async def test_prefillers_that_fit_no_rank_are_not_lost(site: Site) -> None:
+    """They serve such requests: what they break off takes from the retry budget."""
+    for prefiller in site.world.proxy.deployment.instances.prefillers:
+        prefiller.unfit = "another version"
+    site.handlers[b"/v1/models"] = lambda _engine, _request, reply: reply.abort()
+    exchanges = [site.send("/v1/models", method="GET") for _ in range(60)]
+    for exchange in exchanges:
+        assert (await exchange.end()).status == 502
+    # A fifth of the requests and ten more.
+    assert 0 < sum(record.retries for record in site.world.ended) <= 60 // 5 + 10
+
+
 @served()
 async def test_an_unhealthy_engine_is_quarantined_by_its_probes_alone(site: Site) -> None:
     site.fleet.faults.set("prefill/1", unhealthy=True)

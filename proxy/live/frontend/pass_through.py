@@ -486,8 +486,9 @@ class PassThrough:
         other = self._free(failed, exchange.among)
         if other is None or other is failed:
             return False
-        # A request that was lost with its engine is free. Errors may be common to all engines.
-        lost = fault is not Fault.SERVER_ERROR and not failed.usable
+        # A request that was lost with its engine is free. Errors may be common to all engines. One that fits
+        # no rank serves here all the same.
+        lost = fault is not Fault.SERVER_ERROR and failed not in self._instances.up()
         if not (lost or self._retries.spend()):
             return False
         self._retried("single_engine", fault.value)
