@@ -8,8 +8,8 @@ from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.instances import Role, Target
 
 _log = logging.getLogger(__name__)
-# Another limit makes all decisions begin anew, and an engine may report one at each scrape. So the least
-# time between two of them: when less fits, and when more does.
+# Another limit makes all decisions begin anew, and an engine may report one at each scrape. The least time
+# between two limits bounds that: when less fits, and when more does.
 _LESS_S, _MORE_S = 0.5, 5.0
 
 

@@ -56,8 +56,8 @@ class HealthSettings:
         3, "failures in a row after which an engine gets nothing until it is healthy", 1, 10**6
     )
     backoff_s: float = 1.0  # Time in quarantine before the first probe.
-    # Limit of that time, which doubles with every quarantine. An instance that stays up for this long
-    # starts over.
+    # Limit of that time, which doubles with every quarantine, and of the time between later probes. An
+    # instance that stays up for this long starts over.
     backoff_max_s: float = 30.0
     stall_s: float = 1.0  # A timer this late means that the process itself stood still.
 

@@ -386,8 +386,8 @@ def _any_up(engines: Sequence[Prefiller | Rank]) -> bool:
 
 # Data-parallel groups of decode ranks: those that share a barrier, and end together.
 #
-# All ranks of a mixture of experts' group take each step together. vLLM ends all of them when one has died,
-# or they wait for it for ever. So a group is one domain of failure: once a rank of it is gone, its other ranks
+# The ranks of a group serve a mixture of experts, and take each step together. vLLM ends all of them when one
+# has died, or they wait for it for ever. So a group is one domain of failure: once a rank of it is gone, its other ranks
 # are **doomed**. They get nothing, their requests go on in another group, and the proxy does not take their
 # ends for deaths caused by a prompt.
 #

@@ -44,8 +44,8 @@ class LeaderStore(Protocol):
     """The place where replicas agree on who leads.
 
     Attributes:
-        name: This process's there.
-        handed_over: Whether a process that takes over shares the name: an entry of either counts.
+        name: By which this process leads there.
+        handed_over: Whether two processes share the name, one of which takes over: an entry of either counts.
         due_s: When it may be free, by the clock; inf if that is not known.
     """
 
@@ -138,11 +138,11 @@ class Leadership:
         self._between_s = _BETWEEN * duration_s
         self._until_s = -inf  # Until when this process may decide,
         self._held_s = -inf  # and until when no other process may.
-        self._leader = ""  # Who leads, by the last answer of the place.
+        self._leader = ""  # Who leads, by the last answer of the store.
         self._known_s = clock()
         self._failure = ""  # Why it is not known.
         self._led = self._retired = self._resigned = False
-        # What the place said last of the process that has taken over, and when it was asked.
+        # What the store said last of the process that has taken over, and when it was asked.
         self._heir, self._heir_s = "", -inf
         self._began = self._ended = self._failed = 0
         self._lapse: asyncio.TimerHandle | None = None
@@ -307,9 +307,8 @@ class Leadership:
         self._end_waiting()
         if not was_led:
             return
-        if (
-            self._store.handed_over
-        ):  # The process before this one got the order to end, too, a moment ago.
+        if self._store.handed_over:
+            # The process before this one got the order to end, too, a moment ago.
             await asyncio.sleep(_HAND_OVER_S)
         self._ended += 1
         try:

@@ -76,7 +76,7 @@ class ClientAnswer:
         self.reply.start(status, [*stream_headers(headers), self._name])
 
     def comment(self, headers: Headers, data: bytes) -> None:
-        """Send a comment, which is no part of the answer; the first begins the stream, even if it fails."""
+        """Send a comment, which is no part of the answer; the first begins the stream, which may fail yet."""
         if self.opened:
             self.reply.write(data)
         elif not self.reply.closed:

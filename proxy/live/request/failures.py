@@ -58,7 +58,8 @@ class What(Enum):
 
 
 LOSSES = frozenset({What.BROKEN, What.NOT_SENT, What.TIMED_OUT})
-"""Of the engine, if that is down. Errors that an engine answers may be common to all."""
+"""Failures by which a leg is lost with its engine, if that is down. An error that an engine answers may be
+common to all engines."""
 
 
 class Blame(Enum):

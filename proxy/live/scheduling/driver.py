@@ -76,10 +76,10 @@ if TYPE_CHECKING:
 #
 # An engine that refuses connections or is silent is quarantined. What it was sent, and has not
 # begun to answer, would wait there for its own time limit, of minutes: it goes elsewhere at once,
-# as far as attempts allow, and where no other engine serves the retry budget, so that a common
-# fault of all engines makes no storm. KV caches on it are lost, and so are those of an engine that
-# restarted under the same address: a request that waits in the pool with one is prefilled again, at
-# the pace at which prefillers take prompts.
+# as far as attempts allow. Where no other engine serves, the retry budget has to allow it too, so
+# that a common fault of all engines makes no storm. KV caches on it are lost, and so are those of an
+# engine that restarted under the same address: a request that waits in the pool with one is prefilled
+# again, at the pace at which prefillers take prompts.
 
 
 def sessions_on(sessions: Mapping[RequestId, Session], target: Target) -> list[Session]:
