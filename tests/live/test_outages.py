@@ -90,6 +90,28 @@ async def test_a_prefiller_takes_no_answer_along_however_many_it_has(site: Site)
     assert sum(record.retries for record in site.world.ended) > 60
 
 
+@served()
+async def test_a_prefiller_that_says_it_is_dead_takes_no_answer_along(site: Site) -> None:
+    replies: list[Reply] = []
+    dead = b'{"error": {"message": "EngineCore encountered an issue.", "type": "EngineDeadError"}}'
+
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
+        del request
+        if engine == "prefill/0":
+            replies.append(reply)
+        else:
+            reply.send(200, [(b"content-type", b"application/json")], b"{}")
+
+    site.handlers[EMBEDDINGS.encode()] = answer
+    exchanges = [site.send(EMBEDDINGS, {"model": "tiny", "input": "t1"}) for _ in range(128)]
+    await site.until(lambda: len(replies) > 60)
+    for reply in replies:
+        reply.send(500, [(b"content-type", b"application/json")], dead)
+    for exchange in exchanges:
+        assert (await exchange.end()).status == 200, exchange.body
+    assert sum(record.retries for record in site.world.ended) > 60
+
+
 @served(flags={"quarantine_failures": 1_000})
 async def test_prefillers_that_fit_no_rank_are_not_lost(site: Site) -> None:
     """They serve such requests: what they break off takes from the retry budget."""

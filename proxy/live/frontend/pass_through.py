@@ -206,10 +206,15 @@ class SingleExchange:
             self._answered("")
             return
         body = b"".join(self._pieces)
-        if status >= 500 and says_dead(body):
+        dead = status >= 500 and says_dead(body)
+        if dead:
+            assert self._prefiller is not None
             self._died(said=True)
+            # Before it is sent again: of an engine in quarantine that takes nothing from the retry budget.
+            failed = LegFailed(self._prefiller.target, Fault.SERVER_ERROR, error_words(body), True)
+            self._owner.report(failed)
         elsewhere = status in _BUSY or (status >= 500 and status != _NOT_IMPLEMENTED)
-        if (elsewhere or lacks_route(status, body)) and self._again(Fault.SERVER_ERROR):
+        if (elsewhere or lacks_route(status, body)) and self._again(Fault.SERVER_ERROR, lost=dead):
             return
         if status >= 500 and self._kills:
             self._mend(Fault.SERVER_ERROR, "")
@@ -294,7 +299,7 @@ class SingleExchange:
             )
 
     def _mend(self, fault: Fault, reason: str) -> None:
-        if not self._reply.started and self._again(fault):
+        if not self._reply.started and self._again(fault, lost=True):
             return
         if self._kills:
             self._give_up()
@@ -306,12 +311,12 @@ class SingleExchange:
         self.record.refused_for = SUSPECTED
         self._fail(502, REASON, Outcome.UPSTREAM_ERROR, for_good=True)
 
-    def _again(self, fault: Fault) -> bool:
-        """Try one other engine, once."""
+    def _again(self, fault: Fault, *, lost: bool) -> bool:
+        """Try one other engine, once; `lost` as in `PassThrough.again`."""
         if self._tried or self._request is None or self._kills:
             return False
         self._tried = True
-        return self._owner.again(self, fault)
+        return self._owner.again(self, fault, lost=lost)
 
     @property
     def _kills(self) -> bool:
@@ -480,16 +485,18 @@ class PassThrough:
 
     # What an exchange does.
 
-    def again(self, exchange: SingleExchange, fault: Fault) -> bool:
-        """Send a request that failed to another prefiller; return whether there is one for it."""
+    def again(self, exchange: SingleExchange, fault: Fault, *, lost: bool) -> bool:
+        """Send a request that failed to another prefiller; return whether there is one for it.
+
+        Args:
+            lost: Whether it was lost with its engine, if that is down. Errors may be common to all engines.
+        """
         failed = self._running[exchange]
         other = self._free(failed, exchange.among)
         if other is None or other is failed:
             return False
-        # A request that was lost with its engine is free. Errors may be common to all engines. One that fits
-        # no rank serves here all the same.
-        lost = fault is not Fault.SERVER_ERROR and failed not in self._instances.up()
-        if not (lost or self._retries.spend()):
+        # A prefiller that fits no rank is up here.
+        if not (lost and failed not in self._instances.up()) and not self._retries.spend():
             return False
         self._retried("single_engine", fault.value)
         exchange.record.retries += 1
