@@ -56,7 +56,7 @@ _READY_S = 120.0
 
 
 class Inherited:
-    """The sockets and orders from the process that started this one; none, if that was no hand-over.
+    """The sockets, orders and leadership from the process that started this one; none without a hand-over.
 
     Args:
         environment: Of the process; its entry is removed, so that no other process inherits it.

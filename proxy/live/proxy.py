@@ -179,7 +179,7 @@ class Proxy:
             self._own_tasks.append(self._task("scaling", self._scaling.run))
 
     def _warn_idle(self) -> None:
-        """Warn of settings that do nothing, if they did something at the last check."""
+        """Warn of settings that do nothing, unless the check before has."""
         configs = [
             replace(one.config, credentials=self._credentials) for one in self.deployments.values()
         ]

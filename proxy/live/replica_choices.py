@@ -1,8 +1,8 @@
 """Choices of decode ranks for a router of another make that calls this one inside its own process.
 
-The caller passes the names of the ranks, which requests ask, begin and end, and the ranks' counters of output
-tokens; `decide` answers. The scheduler and its policies are those of `serve`. There
-is no prefiller here: each request is in the pool from when it asks.
+The caller passes the names of the ranks, the requests as they ask, begin and end, and the ranks' counters of
+output tokens; `decide` answers. The scheduler and its policies are those of `serve`. There is no prefiller
+here: each request is in the pool from when it asks.
 
     choices = ReplicaChoices(ReplicaSettings(), time.monotonic)
     choices.replicas({"a": 8, "b": 8})                 # slots by name

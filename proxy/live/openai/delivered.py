@@ -373,7 +373,7 @@ class DeliveredEvents(Delivered):
     to come again with the same content, but for what engines draw or measure.
 
     An engine that the proxy has ordered to give the answer up may end it before it has repeated everything: it
-    closes the parts it has begun, with less text. Then this closes the parts that the client has, with all text.
+    closes the parts it has begun, with less text. Then `leave_out` closes those that the client has, with all text.
     """
 
     __slots__ = ("_added", "_again", "_created_at", "_given_up", "_number", "_renamed")

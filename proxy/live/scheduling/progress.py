@@ -366,9 +366,9 @@ class Progress:
     def left(self, event: RequestRecomputed | DecodeLost | PrefillLost) -> Event:
         """Forget a request that is on no rank any more; return the event for the scheduler.
 
-        This may have taken a request without a stream for started, and told the scheduler so. Its KV cache
-        may have left the prefiller, or not: so it is prefilled again. The tokens that the ledger counts for
-        it are taken back, as no client has them.
+        The scheduler may have it for started without a stream that shows so. Then its KV cache may have
+        left the prefiller, or not, and it is prefilled again. The tokens that the ledger counts for it are
+        taken back, as no client has them.
         """
         number = event.request
         self._joining.pop(number, None)

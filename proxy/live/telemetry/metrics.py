@@ -49,7 +49,7 @@ from balanceroute.proxy.live.telemetry.snapshot import (
 
 # The metrics that are read from a snapshot of the proxy's state: loads, queues, connections.
 
-# Name, meaning, and the field of a row, or what returns its value; None has no sample.
+# Name, meaning, and an attribute of a source, or what returns a source's value; None has no sample.
 _Rows = tuple[tuple[str, str, str | Callable[[Any], Any]], ...]
 _RANK_GAUGES: _Rows = (
     ("rank_kv_tokens", "KV tokens on the rank.", "kv_tokens"),
@@ -429,13 +429,13 @@ def _predictor_families(predictors: list[PredictorScores]) -> Iterator[Metric]:
 
 def _table(
     table: _Rows,
-    *rows: object,
+    *sources: object,
     labels: Sequence[dict[str, str]] = ({},),
     kind: str = "gauge",
 ) -> Iterator[Metric]:
-    """Yield a family for each row of a table, with a sample of each of `rows`."""
+    """Yield a family for each row of a table, with a sample of each source."""
     for name, documentation, field in table:
-        values = [getattr(one, field) if isinstance(field, str) else field(one) for one in rows]
+        values = [getattr(one, field) if isinstance(field, str) else field(one) for one in sources]
         yield family(kind, name, documentation, labels, values)
 
 
