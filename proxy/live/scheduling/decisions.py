@@ -267,8 +267,8 @@ class Decisions:
 
     def _handle(self, event: Event) -> None:
         scheduler = self._scheduler
-        # Before: a first token may end the last warm-up, and that rank may have its full share.
-        warms = scheduler.ranks.warm_up.active
+        # Before: a first token may end the warm-up of its rank, which may have its full share then.
+        widens = isinstance(event, DecodeStarted) and self._warms_up(event.request)
         actions = scheduler.handle(event, now_ns=int(self._clock() * 1e9 + 0.5))
         if actions:
             self._perform(actions)
@@ -276,9 +276,15 @@ class Decisions:
             kind = type(event)
             if kind in _POOLING:
                 self._ticks.wake(0.0)
-            # A rank that warms up may have more with each of its first tokens.
-            elif kind in _FREEING or (kind is DecodeStarted and warms):
+            elif widens or kind in _FREEING:
                 self._ticks.wake(self._settle_s)
+
+    def _warms_up(self, number: RequestId) -> bool:
+        """Return whether the rank of a request may have more with each of its first tokens."""
+        warm_up, request = self._scheduler.ranks.warm_up, self._scheduler.requests.get(number)
+        if not warm_up.active or request is None or request.rank is None:
+            return False
+        return warm_up.width(request.rank) is not None
 
     def _tick(self) -> None:
         self._ticks.cancel()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -114,14 +115,17 @@ def test_each_first_token_of_a_rank_that_warms_up_brings_a_decision(*, cold: boo
     driver(RankClosed(RankId(1)))
     for number in map(RequestId, range(9)):
         driver(RequestArrived(number, Ticket(10)), PrefillDone(number, 10))
-    for action in driver(Tick()):
-        assert isinstance(action, Admit)
-        driver(DecodeStarted(action.request))
+    first, *later = driver(Tick())
+    driver(DecodeStarted(first.request))
     # The window of one that is on trial, and not cold, ends with its first token.
     driver(RankOpened(RankId(1), on_trial=True, cold=cold))
     scheduler, decisions = driver.scheduler, MagicMock()
     got: list[int] = []
     decisions._scheduler, decisions._clock, decisions._settle_s = scheduler, lambda: 1.0, 0.002
+    decisions._warms_up = partial(Decisions._warms_up, decisions)
+    for action in later:
+        Decisions._handle(decisions, DecodeStarted(action.request))
+    decisions._ticks.wake.assert_not_called()  # That rank gets no more by it.
     while actions := driver(Tick()):
         got.append(len(actions))
         for action in actions:
