@@ -75,8 +75,8 @@ class SchedulerConfig:
     # Whether no other scheduler sends to the ranks now: foreign requests are then left over from an
     # earlier one, and get no room to grow.
     leads: bool = False
-    # As `prefiller_kv_tokens`, for a deep pool while its rate of departures is unknown: the memory that
-    # prefill engines report; None if none does.
+    # As `prefiller_kv_tokens`, for a deep pool while its rate of departures is unknown: a share of the least
+    # memory that a prefill engine reports; None if none does.
     prefiller_memory_tokens: int | None = None
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ class _Held:
     # With the tokens that each stands for; the least recently used first.
     blocks: OrderedDict[int, float] = field(default_factory=OrderedDict)
     tokens: float = 0.0  # Of all of them.
-    added: int = 0  # Tokens that it got and lacked, from the first one on.
+    added: int = 0  # Tokens of prompts that it got and lacked, since its first request.
 
 
 class RankMemory:
@@ -66,7 +66,7 @@ class RankMemory:
         self._admissions = 0
         # None if the rank lacked it.
         self._sessions: dict[int, _Turn | None] = {}
-        # Misses in a row, and how many requests yet to expect nothing for: ranks may have no prefix caches.
+        # Misses in a row, and for how many more requests it expects nothing: ranks may have no prefix caches.
         self._misses = self._skips = 0
 
     def kept(self, ticket: Ticket) -> dict[RankId, int]:

@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 # that get their first token when the prefill ends: they do not wait for a place in the pool. With half
 # of the lease most entries find a rank that they fit before they are late; with more, late entries and
 # repeated prefills prevail. Before two windows of departures the rate is a guess: each slot is left once
-# in the usable lease, or as often as in the first window, which counts too few. Else the first minute's
-# clients would wait for the pool to grow. The guess may be more than prefillers hold, so until then a
-# prefiller takes no more KV tokens than its engine reports as its memory.
+# in the usable lease, or as often as in the first window, which counts too few. Without a guess the
+# pool would grow only after that, and the first minute's clients would wait. The guess may be more than
+# prefillers hold, so until then each takes a share of the least memory that a prefill engine reports, if
+# any does.
 #
 # **Late entries.** An entry is late after three quarters of its lease. The scheduler then forces it into
 # the rank where it costs least, or lets its lease end and has it prefilled again, whichever costs less

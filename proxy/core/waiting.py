@@ -249,7 +249,7 @@ class PoolEntry(Struct, eq=False):
 
 
 BeyondShares = Callable[[Iterable[Ticket]], Set[str]]
-"""Returns those tenants of some requests that hold more than their share of the ranks."""
+"""Returns those tenants of some requests that a policy holds back; see `HeldShares`."""
 
 
 class Pool:
@@ -322,7 +322,7 @@ class Pool:
         return [entries[request] for request in self._order.first(count)]
 
     def held_back(self, count: int) -> Set[str]:
-        """Return the tenants among the first `count` entries that hold more than their share."""
+        """Return the tenants among the first `count` entries that a policy holds back."""
         if self._beyond_shares is None:
             return frozenset()
         return self._beyond_shares(entry.ticket for entry in self.first(count))

@@ -137,7 +137,7 @@ class BoundedQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AimdSettings:
-    """The controller of a limit per decode rank.
+    """The settings of the controller of a limit per decode rank.
 
     Raises:
         ConfigError: A value is out of range; the message begins with its name.

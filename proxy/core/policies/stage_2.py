@@ -105,7 +105,7 @@ class Oldest:
         entries: The first of the pool.
         window: How many of those left are candidates.
         spare: How many of them may be admitted before the candidates would be too few.
-        held_back: The tenants that hold more than their share.
+        held_back: The tenants that the policy holds back.
     """
 
     def __init__(
@@ -450,7 +450,7 @@ class _View:
     Attributes:
         is_late: bool[n], whether each still waits and is late enough to reserve a rank.
         scores: float64[n], F with the credit and the affinity.
-        room: KV tokens of the largest candidate that fits.
+        room: KV tokens up to which an entry fits.
     """
 
     def __init__(
