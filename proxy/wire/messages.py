@@ -95,7 +95,7 @@ class ServerLimits:
     each may end that much later.
     """
 
-    # None is no limit here. 0 also turns off the default rule of `ConnectionLimit` for one address.
+    # None is no limit here. For one address it leaves rule 2 of `ConnectionLimit`, which 0 turns off too.
     connection_limit: int | None = integer(
         None,
         "connections of clients; beyond it those without a complete request are closed for newcomers, "

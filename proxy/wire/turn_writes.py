@@ -51,7 +51,7 @@ class Borrower(Protocol):
 
     @property
     def waiting(self) -> int:
-        """Bytes written so that the socket has not taken."""
+        """Bytes of its writes that the socket has not taken."""
 
     def stop(self) -> None:
         """Leave it at once, and say so by `TurnTransport.returned`."""

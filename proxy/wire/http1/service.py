@@ -37,9 +37,9 @@ from balanceroute.proxy.wire.turn_writes import WriteProgress, WriteTurn
 #    for many clients (a gateway). A limit per address takes the place of this rule.
 # 3. At the limit a new connection waits until the server has read all that has arrived: before that it
 #    does not know which connections have a request. After a standstill, all come at once and unread.
-# 4. If no connection gives way, the server answers the first request of a new one with 503, or with 429 if
-#    its address has as many as its own limit allows. A few new connections may wait for that answer; the
-#    server aborts more.
+# 4. The server answers the first request of a new connection with 503 if no connection gives way, and with
+#    429 if its address has as many as its own limit allows. A few new connections may wait for that answer;
+#    the server aborts more.
 
 _LOG = logging.getLogger(__name__)
 
