@@ -134,8 +134,8 @@ def _need_of(now: int, work: float | None, busy: float, *, full: bool) -> Need:
 # The needs of a changing load: they follow averages, grow at once, and shrink late.
 
 _AVERAGED_S = 45.0
-# The needs shrink once no more instances were needed for so long; the bound changes once a new one has held
-# for so long.
+# The needs are the highest of the last so many seconds; the bound changes once a new one has held for so
+# long.
 _HELD_S, _SETTLED_S = 180.0, 15.0
 
 

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ask_engines(config: "ProxyConfig") -> dict[str, object]:
-    """Return the connector and the batch limit that the engines report, unless both are given.
+    """Return what is not given of the connector and the batch limit, as the engines report it.
 
     Raises:
         ConfigError: They contradict each other.

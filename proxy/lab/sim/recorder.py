@@ -211,7 +211,7 @@ class RunMetrics:
     expired: float
     prefill_tokens: float  # Prompt tokens that prefillers computed.
     prefix_hit_fraction: float  # Share of the prompt tokens that they had in their prefix caches.
-    prefiller_peak: float  # Tokens of the busiest prefiller over the mean; 0 if there are none.
+    prefiller_peak: float  # Computed tokens of the busiest prefiller over the mean; 0 for none.
     local_prefills: float  # Requests whose prompts ranks computed.
     # Share of the KV tokens of requests from prefillers that their ranks pulled, as they had no
     # more in their prefix caches.
