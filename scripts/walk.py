@@ -7,7 +7,7 @@ tokens. A profile hook notes every function that runs from the first byte of the
 byte of its answer, but for what the emulated engines call, and what the proxy does of its own accord
 meanwhile (probes, scrapes). Of what the client shares with the proxy (`wire`) the files count, so the
 figures are upper bounds. So are those of the settings: files of the proxy, without the laboratory and the
-command line, that have a setting's name or flag in their code, for whatever purpose.
+command line, that have a setting's name or flag anywhere in their text. Names of one word are left out.
 """
 
 import random
@@ -88,7 +88,7 @@ def walk_of_a_chat() -> Walk:
 
 
 def walks_of_settings() -> Counter[str]:
-    """Return in how many files each setting stands, if its name cannot mean anything else."""
+    """Return the number of files that name each setting; without names of one word, which are common."""
     root = Path(__file__).parents[1]
     folders = ("proxy/core", "proxy/wire", "proxy/live", "predictors", "topologies")
     texts = [file.read_text() for folder in folders for file in (root / folder).rglob("*.py")]

@@ -2,9 +2,9 @@
 
     SUITE_URL=http://host:port SUITE_OUTCOMES=FILE python -m pytest -p suites_plugin ..
 
-The suites' own starters of engines and gateways start none: they use the server at `SUITE_URL`. It leaves out tests that
-speak to no server, as they would pass before any, and draws `SUITE_MOST` of the rest, the same ones each time. It writes
-the outcome of each test, and the last line of what went wrong, to `SUITE_OUTCOMES`, as JSON by the test's id.
+The suites' own starters of engines and gateways start none: they use the server at `SUITE_URL`. The plugin leaves out
+tests that speak to no server, as they would pass before any, and draws `SUITE_MOST` of the rest, the same ones each
+time. It writes the outcome of each test, and the last line of what went wrong, to `SUITE_OUTCOMES`, as JSON by the test's id.
 """
 
 import json
