@@ -175,16 +175,16 @@ def test_changes_are_told_and_what_cannot_be_read_tells_nothing(
     assert caplog.messages == ["the file of engines cannot be read"] * 3
 
 
-@pytest.mark.parametrize("hears", [True, False])
+@pytest.mark.parametrize("follows", [True, False])
 def test_events_that_nobody_follows_are_said_once(
-    hears: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    follows: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "engines.toml"
     path.write_text('[[prefill]]\nurl = "http://p:8000"\nkv_events = "tcp://p:5557"')
     told: list[View] = []
 
     async def main(_: VirtualLoop) -> None:
-        file = WatchedFile(path, interval_s=2.0, follows=hears)
+        file = WatchedFile(path, interval_s=2.0, follows=follows)
         task = asyncio.create_task(file.run(told.append))
         await asyncio.sleep(5.0)
         task.cancel()
@@ -193,7 +193,7 @@ def test_events_that_nobody_follows_are_said_once(
     run(main, seed=1, limit_s=1_000.0)
     assert [list(view) for view in told] == [[P]] * 3
     said = ["kv_events of the file of engines is not followed"]
-    assert caplog.messages == ([] if hears else said)
+    assert caplog.messages == ([] if follows else said)
 
 
 # A proxy that is started before any engine is found.
