@@ -54,12 +54,13 @@ def test_ids_that_are_asked_for_change_nothing_in_an_answer(seed: int, count: in
 @pytest.mark.parametrize(
     "resume", usually({"valid"}, [Resume.OFF, Resume.VALID], ids=["off", "valid"])
 )
+@pytest.mark.parametrize("count", usually({200}, [200, 400]))
 def test_a_first_token_from_the_prefiller_changes_nothing_in_an_answer(
-    seed: int, connector: str, resume: Resume
+    seed: int, connector: str, resume: Resume, count: int
 ) -> None:
     early = FirstTokenFrom.PREFILL
     # Many enough for the probation of prefillers that do not tell what they leave to the ranks.
-    count = 400 if connector == "mooncake-ascend" else 200
+    count = 400 if connector == "mooncake-ascend" else count
     found = compare(seed, requests=count, connector=connector, resume=resume, first_token=early)
     assert not found.differences
     # With the prefill behind the decode leg there is none before it.
