@@ -95,7 +95,7 @@ def internal_error(message: str = INTERNAL) -> ApiError:
     return ApiError(message, status=500, kind="InternalServerError")
 
 
-def unknown_model(name: object, known: str) -> ApiError:
+def unknown_model(name: str, known: str) -> ApiError:
     message = f"The model `{name}` does not exist. Valid aliases: {known}."
     return ApiError(message, status=404, kind="NotFoundError", param="model")
 
@@ -360,10 +360,13 @@ def check_model(values: Mapping[str, Any], settings: EmulationSettings) -> None:
     """Reject a model that is not served.
 
     Raises:
-        ApiError: The model is another one. A body without a model, or with "", is accepted.
+        ApiError: The model is another one, or no text. A body without a model, or with "", is accepted.
     """
-    if values.get("model") not in (None, "", settings.model, *settings.adapters):
-        raise unknown_model(values["model"], settings.model)
+    model = values.get("model")
+    if not isinstance(model, str | None):
+        raise invalid("string_type", "body.model", "Input should be a valid string", model)
+    if model and model not in (settings.model, *settings.adapters):
+        raise unknown_model(model, settings.model)
 
 
 def chat_text(values: Mapping[str, Any]) -> str:

@@ -226,7 +226,8 @@ async def test_small_routes_answer(lab: Lab) -> None:
         ("/v1/embeddings", {"input": [1 << 63]}),
     ):
         assert (await lab.post("decode/0", path, body)).status == 400
-    assert (await lab.post("decode/0", "/tokenize", {"model": "nope"})).status == 404
+    for model, status in (("nope", 404), (0, 400), (["tiny"], 400)):
+        assert (await lab.post("decode/0", "/tokenize", {"model": model})).status == status
 
 
 @emulated()
