@@ -10,7 +10,8 @@ NATIVE := .venv/.native
 DOCS := build/docs-venv
 # xds-protos brings older files of the same names: whichever is installed last counts.
 LAST := opentelemetry-proto
-JOBS ?= auto
+# One more than there are cores, as tests with real sockets and processes wait.
+JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # A file stays in one process, where its fixtures are.
 PYTEST = $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist loadfile
 export CARGO_TARGET_DIR := $(CURDIR)/build/native
@@ -70,7 +71,7 @@ types: $(INSTALLED) ## mypy --strict
 	@$(BIN)/mypy tests
 	@$(BIN)/mypy scripts
 
-test: $(NATIVE) ## the tests, on JOBS cores; real processes use the native library, where cargo is
+test: $(NATIVE) ## the tests, in JOBS processes; real processes use the native library, where cargo is
 	@$(PYTEST)
 
 test-all: $(NATIVE) ## all cases: every policy, and both event loops (about twice as long)
