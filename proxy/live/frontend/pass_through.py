@@ -496,7 +496,8 @@ class PassThrough:
         if other is None or other is failed:
             return False
         # A prefiller that fits no rank is up here.
-        if not (lost and failed not in self._instances.up()) and not self._retries.spend():
+        free = lost and failed not in self._instances.up()
+        if not (free or self._retries.spend()):
             return False
         self._retried("single_engine", fault.value)
         exchange.record.retries += 1

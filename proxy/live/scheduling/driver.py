@@ -246,7 +246,11 @@ class Feedback:
         self._takers[type(report)](report)
 
     def may_retry(
-        self, leg: str, fault: Fault, lost_with: Target | None, pulled_from: PrefillerId | None
+        self,
+        leg: str,
+        fault: Fault,
+        lost_with: Target | None = None,
+        pulled_from: PrefillerId | None = None,
     ) -> bool:
         """Take one retry from the budget, if there is one; see `Host.may_retry`."""
         # A trial is the proxy's own doing, and its request goes on with instances that work.
@@ -556,6 +560,7 @@ class Driver:
             now_ns=self._now_ns,
         )
         self.report = self._feedback.take  # Takes note of something; see `Feedback.take`.
+        self.may_retry = self._feedback.may_retry
 
     def _make_transfers(self, health: Health, metrics: Metrics) -> KvTransfers:
         return KvTransfers(
@@ -724,16 +729,6 @@ class Driver:
         for report in implied:
             self.report(report)
         self.decisions.feed(event)
-
-    def may_retry(
-        self,
-        leg: str,
-        fault: Fault,
-        *,
-        lost_with: Target | None = None,
-        pulled_from: PrefillerId | None = None,
-    ) -> bool:
-        return self._feedback.may_retry(leg, fault, lost_with, pulled_from)
 
     def choose_prefiller(
         self, number: RequestId, other_than: PrefillerId | None
